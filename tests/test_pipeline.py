@@ -134,7 +134,7 @@ def test_a_ledger_refuses_releases_of_unknown_methods(tmp_path: Path) -> None:
     ledger.append(Release(1, "0.private", 1.0, 1.0))
     ledger.require_methods({"0.private", "1.dp_sgd"})
     with pytest.raises(
-        CheckpointError, match=r"releases of '0\.private', which is not in this run"
+        CheckpointError, match=r"releases of '0\.private', but this run does not use it"
     ) as caught:
         ledger.require_methods({"1.private"})
     assert "\n" not in str(caught.value)

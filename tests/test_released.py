@@ -78,9 +78,7 @@ def test_no_damage_makes_a_run_forget_a_release(tmp_path: Path) -> None:
             refused += 1
             messages.add(str(error))
     assert refused > 150
-    assert all(
-        "what privacy was spent is not known" in text and "\n" not in text for text in messages
-    )
+    assert all("the spent privacy is unknown" in text and "\n" not in text for text in messages)
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "folder", "of another run", "order"])
@@ -99,9 +97,7 @@ def test_a_run_whose_ledger_does_not_reach_its_rounds_is_refused(
         path.unlink()
         if damage == "folder":
             path.mkdir()
-    with pytest.raises(
-        CheckpointError, match=r"released\.jsonl .*what privacy was spent is not known"
-    ):
+    with pytest.raises(CheckpointError, match=r"released\.jsonl .*the spent privacy is unknown"):
         ledger(tmp_path, evidence=2, identity=identity)
 
 
@@ -196,7 +192,7 @@ def test_a_run_whose_ledger_is_gone_is_refused(expression: str, tmp_path: Path) 
     path.unlink()
     with pytest.raises(
         CheckpointError,
-        match=r"released\.jsonl is missing, but the run has come to round 2: what privacy",
+        match=r"released\.jsonl is missing, but the run has reached round 2: the spent privacy",
     ):
         sites(expression, tmp_path / "run")
     path.write_bytes(content.replace(b'"round": 2', b'"round": 3'))

@@ -216,7 +216,7 @@ def test_the_command_predicts_files(
         ),
         (
             ["predict", "nowhere", "new.csv"],
-            "nowhere must be or hold one finished run (there are: none)",
+            "nowhere must be or contain one finished run (there are: none)",
         ),
         (["export", "run", "--to", "onx"], "--to 'onx' is not allowed: did you mean 'onnx'?"),
     ):
@@ -267,7 +267,7 @@ def test_texts_in_a_file_get_a_class_or_a_continuation_a_line(
     Path("gap.txt").write_text("to be\n\nor not\n")
     capfdbinary.readouterr()
     assert main(["predict", "plays", "gap.txt"]) == 2
-    assert b"gap.txt: line 2 is empty: give a text a line" in capfdbinary.readouterr().err
+    assert b"gap.txt: line 2 is empty: write one text per line" in capfdbinary.readouterr().err
 
 
 def test_arrays_in_a_file_are_predicted(
@@ -298,7 +298,7 @@ def test_arrays_in_a_file_are_predicted(
             "flat.npz: the model was trained on [n, 1, 8, 8] of float32, not on [7, 64] of float32",
         ),
         ("other", "other.npz: no array 'inputs' (it has: x)"),
-        ("none", "none.npz: there are no samples to predict"),
+        ("none", "none.npz: no samples to predict"),
         ("broken", "broken.npz: damaged, or neither an npz file nor a folder of npy files"),
     ):
         capfdbinary.readouterr()
@@ -332,7 +332,7 @@ def test_several_answers_to_a_sample_are_columns(
     np.testing.assert_allclose(written.iloc[:, 4:], model.predict_proba(inputs[:5]), rtol=1e-5)
     answers = np.zeros((3, 8, 8), np.int64)
     with pytest.raises(
-        InvalidValue, match=r"predictions of shape \[8, 8\] are no row of a table: --to FILE.npz"
+        InvalidValue, match=r"predictions of shape \[8, 8\] do not fit in a row: use --to FILE.npz"
     ):
         prediction_columns(model, {"prediction": answers})
 
@@ -360,7 +360,7 @@ def test_a_folder_of_an_experiment_with_one_run_is_that_run(tmp_path: Path) -> N
         if not seed:
             assert fl.load(tmp_path / "mine").classes == ("ill", "well")
     with pytest.raises(
-        InvalidValue, match=r"hold one finished run \(there are: .*seed-0, .*seed-1\)"
+        InvalidValue, match=r"contain one finished run \(there are: .*seed-0, .*seed-1\)"
     ):
         fl.load(tmp_path / "mine")
 

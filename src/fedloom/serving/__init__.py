@@ -1,1 +1,1 @@
-"""Serving: trained models in use, with the preprocessing that belongs to them."""
+"""Use of trained models, with the preprocessing that belongs to them."""

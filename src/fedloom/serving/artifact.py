@@ -1,6 +1,4 @@
-"""The final model as a file: the tensors of the module's `state_dict` by name, and what it takes to
-build the module again.
-"""
+"""The final model as a file: its tensors by name, and its architecture to build it again."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,8 +22,14 @@ MODEL, PREPROCESSING, PERSONAL = "model.safetensors", "preprocessing.json", "per
 def save_model(
     path: Path, module: nn.Module, expression: str, spec: DataSpec, about: Mapping[str, str]
 ) -> None:
-    """Write the module's tensors with its expression, its data and `about`: the same bytes for the
-    same module.
+    """Write a module's tensors and architecture: the same bytes for the same module.
+
+    Args:
+        path: The file.
+        module: The model.
+        expression: Expression that builds the model; empty for the user's module.
+        spec: Shapes of the data.
+        about: Further metadata.
     """
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
     architecture = {
@@ -42,8 +46,8 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
 
     Args:
         path: A `model.safetensors`, or the run's directory.
-        module: A module of this architecture, for a model of your own; it is copied. A registered
-            model is built by the name in the file. A file never decides which code runs.
+        module: A module of this architecture, for your own model; it is copied. A registered model
+            is built by the name in the file. A file never decides which code runs.
 
     Returns:
         The model, in evaluation mode.
@@ -65,13 +69,16 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
 
 
 def load_row(folder: Path, client: int) -> Tensor:
-    """Read the personal model `[P]` of a client. Raises `InvalidValue` where the run has none."""
+    """Read the personal model `[P]` of a client.
+
+    Raises:
+        InvalidValue: The run has no such model.
+    """
     path = folder / PERSONAL
     rows = read_tensors(path)[0] if path.is_file() else {}
     if str(client) not in rows:
         clients = (
-            ", ".join(rows)
-            or "none: methods such as ditto write them where the task has local_test"
+            ", ".join(rows) or "none: methods such as ditto write them if the task has local_test"
         )
         raise InvalidValue(
             f"client={client}: {folder} has no such personal model (there are: {clients})"
@@ -80,14 +87,14 @@ def load_row(folder: Path, client: int) -> Tensor:
 
 
 def _built(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return the model that a file names, if it has the file's tensors.
+    """Return the model that a file names, if it matches the file's tensors.
 
-    A few bytes may name a model of any size, so it is made without memory first.
+    A few bytes may name a model of any size, so it is first made without memory.
     """
     expression = metadata["model"]
     if ":" in expression or expression.partition("(")[0] not in models:
         raise CheckpointError(
-            f"its model is your own ({expression}): give it as module=..., and a file runs no code"
+            f"its model is your own ({expression}): give it as module=..., since a file runs no code"
         )
     vocabulary = int(metadata["vocabulary"]) if metadata["vocabulary"] else None
     spec = DataSpec(
@@ -105,7 +112,7 @@ def _built(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> nn.Mod
 def _require_shapes(
     named: Mapping[str, Tensor], stored: Mapping[str, Tensor], expression: str
 ) -> None:
-    """Raise `CheckpointError` for the first tensor that only one of both has, or in another shape."""
+    """Raise `CheckpointError` for the first tensor that is missing in one, or differs in shape."""
     for name in sorted(named.keys() | stored.keys()):
         shapes = [
             list(tensors[name].shape) if name in tensors else "missing"
@@ -119,14 +126,14 @@ def _require_shapes(
 
 @contextmanager
 def _at_most(parameters: int) -> Iterator[None]:
-    """Raise `InvalidValue` as soon as modules made in this block have more parameters."""
+    """Raise `InvalidValue` if modules made in this block have more than `parameters` parameters."""
     count = 0
 
     def counted(module: nn.Module, name: str, parameter: Tensor | None) -> None:
         nonlocal count
         count += 1
         if count > parameters:
-            raise InvalidValue(f"it has more than {parameters} parameters, and its file has not")
+            raise InvalidValue(f"it has more than {parameters} parameters, its file has fewer")
 
     hook = register_module_parameter_registration_hook(counted)
     try:

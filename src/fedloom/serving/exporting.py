@@ -1,6 +1,4 @@
-"""A trained model in the formats of other programs, checked on the same samples before it is handed
-out.
-"""
+"""Export of a trained model to other formats, checked on the same samples."""
 
 import warnings
 from collections.abc import Callable
@@ -25,8 +23,9 @@ _TOLERANCE = 1e-3  # of outputs, relative to the largest
 
 
 class Deployed(nn.Module):
-    """The model from what `Preprocessing.apply` returns to its outputs, those of a regression in
-    the target's own units.
+    """The model from the result of `Preprocessing.apply` to its outputs.
+
+    The outputs of a regression are in the target's units.
     """
 
     shift: Tensor
@@ -39,7 +38,7 @@ class Deployed(nn.Module):
         self.module = predictor.module
         inputs, outputs = predictor.preprocessing.inputs, predictor.preprocessing.outputs
         self.pictures, self.numbers = isinstance(inputs, PictureInputs), bool(outputs.mean)
-        # Buffers, which an exporter writes as constants.
+        # An exporter writes buffers as constants.
         if isinstance(inputs, PictureInputs):
             self.register_buffer("shift", torch.tensor(inputs.mean or (0.0,)).view(-1, 1, 1))
             self.register_buffer("scale", torch.tensor(inputs.deviation or (1.0,)).view(-1, 1, 1))
@@ -54,15 +53,20 @@ class Deployed(nn.Module):
 
 
 def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
-    """Write a model for another program and return the file, with its preprocessing as JSON in the
-    file's metadata.
+    """Write a model for another program, with its preprocessing as JSON in the file's metadata.
 
-    It is for any runtime of ONNX, for `torch.export.load`, which needs no class of the model, or
-    has its tensors by name.
+    Args:
+        predictor: The model.
+        to: `onnx` for any runtime of ONNX; `torch` for `torch.export.load`, which does not need the
+            model's class; `safetensors` for the tensors by name.
+        path: The file.
+
+    Returns:
+        The file.
 
     Raises:
         InvalidValue: The model cannot be written in this format, or gives other outputs there.
-        MissingExtra: For `onnx` without the extra `onnx`.
+        MissingExtra: The extra `onnx` is not installed.
     """
     path = Path(path)
     metadata = {"preprocessing": predictor.preprocessing.to_json()}
@@ -94,13 +98,13 @@ def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
             )
             if not difference <= _TOLERANCE:
                 raise InvalidValue(
-                    f"the model in {to} gives other outputs, by {difference:.2g} of the largest"
+                    f"the outputs of the model in {to} differ by {difference:.2g} of the largest output"
                 )
     return path
 
 
 def example(preprocessing: Preprocessing) -> Tensor:
-    """Return five samples as `Preprocessing.apply` returns them, drawn at random."""
+    """Return five random samples in the form of the result of `Preprocessing.apply`."""
     generator, shape = torch.Generator().manual_seed(0), (5, *preprocessing.shape)
     if preprocessing.dtype.is_floating_point:
         return torch.randn(shape, generator=generator)
@@ -110,7 +114,7 @@ def example(preprocessing: Preprocessing) -> Tensor:
 
 
 def _onnx(program: Any, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
-    """Write a program as ONNX, and return what onnxruntime makes of it."""
+    """Write a program as ONNX, and return a function that runs it with onnxruntime."""
     packages = ("onnx", "onnxruntime", "onnxscript")
     onnx, runtime, _ = (import_extra(package, "onnx", "export to ONNX") for package in packages)
     names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}

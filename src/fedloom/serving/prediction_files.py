@@ -26,17 +26,23 @@ def predict_file(
     probabilities: bool = False,
     tokens: int = 100,
 ) -> int:
-    """Predict the samples of a file or folder, write a table with a row each (by default CSV to
-    stdout), return their number.
+    """Predict the samples of a file or folder, and write a table with one row per sample.
 
-    The `path` is that of a CSV or parquet file with the columns of the training data, a picture or
-    a folder of them, a text file with a text a line, or an npz file with `inputs`. A model of the
-    next token goes on with each text by so many `tokens`.
+    Args:
+        predictor: The model.
+        path: A CSV or parquet file with the columns of the training data, a picture or a folder of
+            pictures, a text file with one text per line, or an npz file with `inputs`.
+        to: The file to write, `.csv`, `.parquet` or `.npz`; by default CSV to stdout.
+        probabilities: Also write the probabilities of the classes.
+        tokens: Number of tokens with which a model of the next token continues each text.
+
+    Returns:
+        The number of samples.
 
     Raises:
         DataError: The file cannot be read, or does not fit the model.
-        InvalidValue: `to` is no `.csv`, `.parquet` or `.npz`, or predictions of a sample are no row
-            of a table.
+        InvalidValue: `to` has another suffix, or predictions of a sample do not fit in a row of a
+            table.
     """
     import pyarrow as pa
     from pyarrow import csv, parquet
@@ -70,9 +76,10 @@ def predict_file(
 
 
 def _samples(predictor: Predictor, path: Path, to_text: bool) -> tuple[Any, Any]:
-    """Return the samples of a file or folder, and the Arrow table that predictions follow.
+    """Return the samples of a file or folder, and the Arrow table to which predictions are added.
 
-    With `to_text`, the cells of a CSV file are in that table as they are in the file.
+    With `to_text`, the cells of a CSV file are unchanged in the table.
+
     """
     import pyarrow as pa
 
@@ -92,19 +99,19 @@ def _samples(predictor: Predictor, path: Path, to_text: bool) -> tuple[Any, Any]
         content = read_text(path).removeprefix("\ufeff").replace("\r\n", "\n")
         texts = content.removesuffix("\n").split("\n") if content else []
         if not all(texts):
-            raise DataError(f"{path}: line {texts.index('') + 1} is empty: give a text a line")
+            raise DataError(f"{path}: line {texts.index('') + 1} is empty: write one text per line")
         return texts, pa.table({"text": texts})
     text, numbers = _columns_by_type(inputs)
     if path.is_file() and path.suffix.lower() in TEXT_TABLES:
         table, cells = read_csv(path, text, numbers)
-        # in the file that is written, cells such as 007 stay as they are
+        # the written file must not change cells such as 007
         return table, cells if to_text else table
     table = read_any(path, text, numbers)[0]
     return table, table
 
 
 def _columns_by_type(inputs: Inputs) -> tuple[list[str], list[str]]:
-    """Return the columns that were text in training, and those that were numbers."""
+    """Return the columns that were text in training, and the numeric ones."""
     if isinstance(inputs, TextInputs):
         return [inputs.column], []
     if not isinstance(inputs, TableInputs):
@@ -115,12 +122,23 @@ def _columns_by_type(inputs: Inputs) -> tuple[list[str], list[str]]:
 
 
 def prediction_columns(predictor: Predictor, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a table with the predictions `[n, ...]` and probabilities of n samples."""
+    """Return the columns of a table with the results of n samples.
+
+    Args:
+        predictor: The model.
+        arrays: Predictions and probabilities by name, `[n, ...]`.
+
+    Returns:
+        Columns `[n]` by name.
+
+    Raises:
+        InvalidValue: A result has more than two axes.
+    """
     columns = {}
     for name, values in arrays.items():
         if values.ndim > 2:
             raise InvalidValue(
-                f"predictions of shape {list(values.shape[1:])} are no row of a table: --to FILE.npz"
+                f"predictions of shape {list(values.shape[1:])} do not fit in a row: use --to FILE.npz"
             )
         if values.ndim == 1:
             columns[name] = values

@@ -1,5 +1,6 @@
-"""A trained model in use: predictions for new rows, arrays, pictures and texts, in the classes and
-units of the data.
+"""Predictions of a trained model for new rows, arrays, pictures and texts.
+
+They are in the classes and units of the data.
 """
 
 import logging
@@ -34,16 +35,15 @@ def load(
     Args:
         path: The run's directory, such as `runs/mine/fedavg/seed-0`, or the folder of an experiment
             with one run.
-        module: A module of the architecture, for a model of your own.
-        client: The client whose personal model is wanted, by its number; by default the global
-            model.
+        module: A module of the architecture, for your own model.
+        client: Number of the client to load the personal model of; by default the global model.
 
     Returns:
-        The model, which predicts.
+        The model, ready to predict.
 
     Raises:
-        CheckpointError: There is no finished run, or a file is damaged.
-        InvalidValue: The client has no personal model, or there are several runs in the folder.
+        CheckpointError: No run is finished, or a file is damaged.
+        InvalidValue: The client has no personal model, or the folder contains several runs.
     """
     folder = run_folder(Path(path))
     model = load_model(folder, module)
@@ -54,13 +54,15 @@ def load(
 
 
 def run_folder(path: Path) -> Path:
-    """Return the directory of the only finished run in a folder. Raises `InvalidValue` where there
-    is none, or several.
+    """Return the directory of the only finished run in a folder.
+
+    Raises:
+        InvalidValue: The folder contains no finished run, or several.
     """
     runs = [path / MODEL] if (path / MODEL).is_file() else sorted(path.glob(f"**/seed-*/{MODEL}"))
     if len(runs) != 1:
         listed = ", ".join(str(run.parent) for run in runs[:5]) or "none"
-        raise InvalidValue(f"{path} must be or hold one finished run (there are: {listed})")
+        raise InvalidValue(f"{path} must be or contain one finished run (there are: {listed})")
     return runs[0].parent
 
 
@@ -70,7 +72,7 @@ class Predictor:
 
     Attributes:
         module: The bare model, in evaluation mode.
-        preprocessing: From a person's data to its inputs, and from its outputs to answers.
+        preprocessing: Transforms user data to the model's inputs, and its outputs to answers.
     """
 
     module: nn.Module
@@ -78,33 +80,31 @@ class Predictor:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes in the order of the outputs; empty where the model predicts
-        none.
-        """
+        """Names of the classes in the order of the outputs; empty for other predictions."""
         return self.preprocessing.outputs.classes
 
     def predict(self, data: Any) -> npt.NDArray[Any]:
         """Return the prediction for each sample.
 
         Args:
-            data: A table of pandas, Polars or Arrow with the columns that the model was trained on,
-                in any order; an array; for pictures the path of a file or several; for text, texts.
+            data: A table of pandas, Polars or Arrow with the columns of the training data, in any
+                order; an array; for pictures the path of a file or several paths; for text, texts.
 
         Returns:
-            Of a classification the class of each sample `[n]`, by its name (whole numbers or booleans
-            where the labels were); of several labels 0 or 1 for each class `[n, classes]`; of a regression
-            numbers in the target's own units, `[n]` or `[n, d]`; of tokens and pixels the class at
-            every position; else the model's outputs.
+            For classification the class of each sample `[n]`, by its name (integers or booleans if
+                the labels were); for several labels 0 or 1 for each class `[n, classes]`; for
+                regression numbers in the target's units, `[n]` or `[n, d]`; for tokens and pixels
+                the class at every position; else the model's outputs.
 
         Raises:
-            DataError: A column is missing or of another type, a cell is empty, a picture is
+            DataError: A column is missing or of another type, a cell is empty, or a picture is
                 unreadable.
             InvalidValue: An array has another shape.
         """
         return self.answers(self.outputs(data))
 
     def answers(self, outputs: Tensor) -> npt.NDArray[Any]:
-        """Return the predictions that the model's outputs stand for, as `predict` does."""
+        """Return the predictions for the model's outputs, as in `predict`."""
         answer = self.preprocessing.outputs.answer
         if answer == "class":
             kind = self.preprocessing.outputs.label_type or label_type(self.classes)
@@ -134,13 +134,11 @@ class Predictor:
         return self.probabilities(self.outputs(data))
 
     def probabilities(self, outputs: Tensor) -> npt.NDArray[Any]:
-        """Return the probabilities that the model's outputs stand for, and raise, as
-        `predict_proba` does.
-        """
+        """Return the probabilities for the model's outputs, as in `predict_proba`."""
         answer = self.preprocessing.outputs.answer
         if answer not in ("class", "classes"):
             raise InvalidValue(
-                "predict_proba is for classes: this model predicts others, which `predict` returns"
+                "predict_proba is for classes, which this model does not predict: call `predict`"
             )
         probabilities: npt.NDArray[Any] = (
             outputs.softmax(1) if answer == "class" else outputs.sigmoid()
@@ -149,12 +147,15 @@ class Predictor:
 
     @torch.no_grad()
     def outputs(self, data: Any, source: str = "data") -> Tensor:
-        """Return the model's outputs for each sample of what `predict` takes: logits, or numbers in
-        the target's own units.
+        """Return the model's outputs for each sample: logits, or numbers in the target's units.
+
+        Args:
+            data: As for `predict`.
+            source: Name of the data, for errors.
         """
         inputs, notices = self.preprocessing.apply(data, source)
         if not len(inputs):
-            raise InvalidValue(f"{source}: there are no samples to predict")
+            raise InvalidValue(f"{source}: no samples to predict")
         for notice in notices:
             _logger.warning(notice)
         parameter = next(self.module.parameters(), torch.empty(0))
@@ -170,13 +171,12 @@ class Predictor:
     def generate(
         self, text: str, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0
     ) -> str:
-        """Return the text that a model of the next token goes on with.
+        """Return a text and its continuation by a model of the next token.
 
         Args:
             text: The beginning.
-            tokens: How many tokens follow, at least 1.
-            temperature: 0 takes the likeliest token; above that they are drawn, the more freely the
-                higher it is.
+            tokens: Number of tokens that follow, at least 1.
+            temperature: 0 takes the most likely token; higher values draw more freely.
             seed: The seed of the draws.
 
         Raises:
@@ -185,7 +185,7 @@ class Predictor:
         encoding = self.preprocessing.inputs
         if not isinstance(encoding, TextInputs) or self.preprocessing.outputs.answer != "token":
             raise InvalidValue(
-                "generate is for models of the next token, such as those of shakespeare"
+                "generate is for models of the next token, such as models of shakespeare"
             )
         require_at_least("tokens", tokens, 1)
         require_at_least("temperature", temperature, 0)
@@ -195,8 +195,8 @@ class Predictor:
             raise InvalidValue("generate needs a text to begin with")
         for _ in range(tokens):
             window = torch.tensor([numbers[-encoding.length :]])
-            # Words alone: neither what fills up or stands for unknown ones, nor what a larger model
-            # may know besides.
+            # only words: not the padding, not the unknown word, no further tokens of a larger model
+
             logits = prediction(self.module(window))[0, -1, 2 : len(encoding.words) + 2].float()
             chances = (logits / temperature).softmax(0) if temperature else logits
             drawn = (

@@ -1,5 +1,6 @@
-"""Clients' memory in files, one for each version of it: of all clients of a simulation, or of the
-one client of a site.
+"""Clients' memory in files, one for each version.
+
+Used for all clients of a simulation, or for the one client of a site.
 """
 
 import re
@@ -15,12 +16,13 @@ Tensors = dict[str, Tensor]
 
 
 class ClientFiles:
-    """Named tensors by client and version, such as `client-000123.v7.safetensors`. A file is never
-    changed. Those of `private` memory only this user can read.
+    """Named tensors by client and version, such as `client-000123.v7.safetensors`.
+
+    A file is never changed. Only this user can read the files of `private` memory.
     """
 
     def __init__(self, folder: Path, private: bool = False) -> None:
-        self.folder = folder  # which may not exist yet
+        self.folder = folder  # may not exist yet
         self.private = private
 
     def path(self, client: int, version: int) -> Path:
@@ -33,14 +35,24 @@ class ClientFiles:
         return {(int(match[1]), int(match[2])) for match in names if match}
 
     def read(self, client: int, version: int) -> Tensors:
-        """Return what the client remembered. Raises `DamagedCheckpoint` when the file is missing or
-        not as it was written.
+        """Return a version of the client's memory.
+
+        Raises:
+            DamagedCheckpoint: The file is missing or was changed.
         """
         return read_tensors(self.path(client, version), client=str(client), version=str(version))[0]
 
     def write(self, client: int, version: int, tensors: Tensors, durable: bool = True) -> None:
-        """Write all of it or nothing; `durable` as in `replacing`. Raises `CheckpointError` when it
-        cannot be written.
+        """Write the tensors of a version, completely or not at all.
+
+        Args:
+            client: Number of the client.
+            version: Number of the version.
+            tensors: The client's memory.
+            durable: As in `replacing`.
+
+        Raises:
+            CheckpointError: The file cannot be written.
         """
         make_folder(self.folder, 0o700 if self.private else 0o777)
         about = {"client": str(client), "version": str(version)}
@@ -52,9 +64,7 @@ class ClientFiles:
         remove(self.path(client, version))
 
     def remove_before(self, client: int, version: int, needed: Collection[int]) -> None:
-        """Remove what this client wrote before `version`, except the versions that are still
-        needed.
-        """
+        """Remove this client's versions before `version`, except those still needed."""
         for number, older in self.scan():
             if number == client and older < version and older not in needed:
                 self.remove(number, older)

@@ -1,5 +1,6 @@
-"""The digests of the package, one for each purpose; the numbers of random streams come from
-`fedloom.randomness`.
+"""Hash functions of the package, one for each purpose.
+
+The numbers of random streams come from `fedloom.randomness`.
 """
 
 import hashlib
@@ -9,14 +10,13 @@ from typing import Any
 import xxhash
 
 Checksum = xxhash.xxh3_128
-"""Notices bits that flipped in a file of this run, about as fast as memory is read. It is no
-signature.
+"""Detects flipped bits in a file of this run, about as fast as memory is read.
+
+It is not a signature.
 """
 
 Digest = hashlib.sha256
-"""Tells apart what must not be confused: settings, models, sites, and whatever strangers may have
-changed.
-"""
+"""Identifies settings, models and sites, and files that a stranger may have changed."""
 
 
 def digest(content: bytes | str) -> str:
@@ -25,5 +25,5 @@ def digest(content: bytes | str) -> str:
 
 
 def digest_of_json(value: Any) -> str:
-    """Return the SHA-256 of plain values. The order of keys in a table does not matter."""
+    """Return the SHA-256 of plain values. The order of keys in a table has no effect."""
     return digest(json.dumps(value, sort_keys=True))

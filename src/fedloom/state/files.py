@@ -16,18 +16,25 @@ from pathlib import Path
 from fedloom.errors import CheckpointError, DiskFull
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.writing")
-"""Folder in which `replacing` writes: the file's name, then letters that no other writer has."""
+"""Folder in which `replacing` writes: the file's name, then letters unique to the writer."""
 
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[Path]:
-    """Yield an empty file to write. It replaces `path` when the block ends, and vanishes when the
-    block fails.
+    """Yield an empty file to write, which replaces `path` at the end of the block.
 
-    Several writers of one path do not disturb each other: the file of the last one to end stays.
-    `mode` holds for a new file from its first byte on. Unless `durable`, the file outlives this
-    process but perhaps not a power cut, until `flush`. A writer that is killed leaves a folder
-    behind, for `remove_unfinished`.
+    If the block fails, the file is removed. Several writers of one path do not disturb each other:
+    the file of the last writer to end remains. A killed writer leaves a folder behind, which
+    `remove_unfinished` removes.
+
+    Args:
+        path: The file to replace.
+        mode: Permissions of a new file, from its first byte on.
+        durable: Wait until the file is on the disk. If False, it survives the end of this process,
+            but possibly not a power cut, until `flush`.
+
+    Yields:
+        The path to write to.
     """
     folder = path.with_name(f".{path.name}.{secrets.token_hex(8)}.writing")
     folder.mkdir(mode=0o700)
@@ -48,47 +55,49 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder and those above it, where they are missing. Raises `CheckpointError` when it
-    cannot be made.
+    """Make a folder and its missing parents.
+
+    Raises:
+        CheckpointError: The folder cannot be made.
     """
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be made ({error.strerror or error})") from None
+        raise CheckpointError(f"folder {path} cannot be made ({error.strerror or error})") from None
 
 
 def temporary_folder(owner: object, kind: str) -> Path:
-    """Make a folder for files of this kind, which vanishes with its owner or this process."""
+    """Make a folder for files of this kind. It is removed with its owner or this process."""
     folder = Path(tempfile.mkdtemp(prefix=f"fedloom-{kind}-"))
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def remove(path: Path) -> None:
-    """Remove a file where there is one. A folder of that name is nobody's work here, and stays."""
+    """Remove a file if it exists. A folder of this name was not made by fedloom, and remains."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
 
 
 def slug(text: str) -> str:
-    """Return a text as it may stand in a file's name: `a (b, c)` is `a-b-c`."""
+    """Return a text as a part of a file name: `a (b, c)` is `a-b-c`."""
     return re.sub(r"[^\w.=]+", "-", text).strip("-")
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what killed writers left in this directory, but nothing that is being written, and no
-    other file.
-    """
+    """Remove the folders of killed writers in this directory, but of no active writer."""
     for folder in directory.glob(".*.writing"):
         if _UNFINISHED.fullmatch(folder.name) and folder.is_dir():
-            with suppress(OSError), _locked(folder):  # a writer at work holds the lock
+            with suppress(OSError), _locked(folder):  # an active writer has the lock
                 shutil.rmtree(folder)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder until the block or this process ends. Raises `BlockingIOError` when it is
-    locked.
+    """Lock a folder until the block or this process ends.
+
+    Raises:
+        BlockingIOError: The folder is locked.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -99,11 +108,15 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a file. Raises `OSError` for a pipe or a device, which may have no end."""
+    """Return the bytes of a file.
+
+    Raises:
+        OSError: The file cannot be read, or is a pipe or a device, which may have no end.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would wait
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no file: a pipe, a device or a folder", str(path))
+            raise OSError(errno.EINVAL, "not a file, but a pipe, a device or a folder", str(path))
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:
@@ -111,13 +124,19 @@ def read_file(path: Path) -> bytes:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file. Raises `CheckpointError` when it cannot be written."""
+    """Write a text file.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
-    """Write a file; `mode` and `durable` as in `replacing`. Raises `CheckpointError` when it cannot
-    be written.
+    """Write a file; `mode` and `durable` as in `replacing`.
+
+    Raises:
+        CheckpointError: The file cannot be written.
     """
     try:
         with replacing(path, mode=mode, durable=durable) as temporary:
@@ -127,8 +146,10 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool 
 
 
 def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
-    """Append a line, all of it or nothing; `durable` as in `replacing`. Raises `CheckpointError`
-    when it cannot be written.
+    """Append a line, completely or not at all; `durable` as in `replacing`.
+
+    Raises:
+        CheckpointError: The line cannot be written.
     """
     size = path.stat().st_size if path.exists() else 0
     try:
@@ -145,7 +166,7 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
 
 
 def not_written(path: Path, error: OSError, size: int) -> CheckpointError:
-    """Return the error to raise where `size` bytes cannot be written to `path`."""
+    """Return the error to raise if `size` bytes cannot be written to `path`."""
     reason = error.strerror or error
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DiskFull(f"{path} cannot be written: it needs {size:,} bytes ({reason})")

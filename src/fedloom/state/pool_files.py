@@ -1,6 +1,4 @@
-"""Pools of models that are larger than memory: matrices in memory-mapped files, which checkpoints
-name.
-"""
+"""Pools of models that exceed memory: matrices in memory-mapped files, named in checkpoints."""
 
 import json
 import os
@@ -20,16 +18,15 @@ _NAMES = "rows-" + 7 * "[0-9]"
 
 
 class PoolFiles:
-    """Makes matrices of models: in memory, or in files of `directory` where one is larger than
-    `budget` bytes.
+    """Makes matrices of models: in memory, or in files of `directory` above `budget` bytes.
 
-    Such a matrix is a tensor like any other, whose pages the system reads and writes back as it
-    finds room; so its numbers are those that it would have in memory. Each matrix has a new file. A
-    checkpoint holds the file's name and checksum instead of the numbers, and a run that goes on
-    maps the file again, so a file that a checkpoint names must not change any more. Files that
-    neither of the two newest checkpoints needs are removed with the next one. A method whose state
-    is one pool has two files between rounds, and a third in a round. Without a directory a file has
-    no name, and goes with its tensor.
+    A matrix in a file is a normal tensor with the same numbers as in memory. The system reads its
+    pages and writes them back as memory allows. Each matrix has a new file. A checkpoint contains
+    the file's name and checksum instead of the numbers, and a resumed run maps the file again.
+    Therefore a file must not change once a checkpoint names it. Files that neither of the two
+    newest checkpoints needs are removed with the next one. A method with one pool as its state has
+    two files between rounds, and a third one during a round. Without a directory a file has no
+    name, and is removed with its tensor.
     """
 
     def __init__(self, directory: Path | None = None, budget: int | None = None) -> None:
@@ -37,9 +34,8 @@ class PoolFiles:
         self._temporary: Path | None = None
         self._entries: dict[
             str, tuple[object, str]
-        ] = {}  # by file: its tensor's fingerprint, its entry in a checkpoint
-        # Which of the files on the disk the checkpoints there name is not known before the first
-        # two are adopted or written.
+        ] = {}  # by file: fingerprint of its tensor, and entry in a checkpoint
+        # Until two checkpoints are adopted or written, any of these files may belong to one.
         self._newest = (
             set() if directory is None else {path.name for path in directory.glob(_NAMES)}
         )
@@ -47,8 +43,9 @@ class PoolFiles:
         self._next = 1 + max((int(name.removeprefix("rows-")) for name in self._newest), default=-1)
 
     def takes(self, tensor_bytes: int, device: torch.device | None = None) -> bool:
-        """Return True if a tensor of so many bytes lies in a file. Tensors of an accelerator stay
-        there.
+        """Return True if a tensor of this size is stored in a file.
+
+        Tensors of an accelerator stay there.
         """
         return (
             self.budget is not None
@@ -59,8 +56,10 @@ class PoolFiles:
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
     ) -> Tensor:
-        """Return an uninitialised tensor. Raises `CheckpointError` where there is no room for its
-        file.
+        """Return an uninitialised tensor.
+
+        Raises:
+            CheckpointError: The disk has no room for its file.
         """
         size = prod(shape) * dtype.itemsize
         if not self.takes(size, device):
@@ -69,7 +68,7 @@ class PoolFiles:
         self._next += 1
         try:
             with path.open("xb") as file:
-                # a page of the map on a full disk would end the process
+                # writing a mapped page on a full disk would end the process
                 os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             remove(path)
@@ -80,16 +79,16 @@ class PoolFiles:
         return tensor
 
     def holds(self, tensors: Iterable[Tensor]) -> bool:
-        """Return True if one of these lies in a file."""
+        """Return True if one of these tensors is in a file."""
         return any(self._name(tensor) for tensor in tensors)
 
     # --- checkpoints ---
 
     def write(self, tensor: Tensor) -> str | None:
-        """Return a tensor's entry in a checkpoint, None for one that lies in memory.
+        """Return a tensor's entry in a checkpoint; None if the tensor is in memory.
 
-        A tensor too large for that moves to a file, which is on the disk when this returns; one
-        that is unchanged is not written.
+        A tensor that is too large for memory is moved to a file. The file is on the disk when this
+        returns. An unchanged tensor is not written again.
         """
         name = self._name(tensor)
         if not name:
@@ -106,8 +105,10 @@ class PoolFiles:
         return entry
 
     def read(self, entry: str) -> Tensor:
-        """Return the tensor of an entry of `write`. Raises `DamagedCheckpoint` when its file is not
-        as it was written.
+        """Return the tensor of an entry of `write`.
+
+        Raises:
+            DamagedCheckpoint: Its file is missing or was changed.
         """
         about = json.loads(entry)
         path, dtype = self._folder() / about["file"], getattr(torch, about["dtype"])
@@ -124,22 +125,21 @@ class PoolFiles:
         raise DamagedCheckpoint(f"{path} is damaged: it does not match its digest")
 
     def keep(self, entries: Iterable[str]) -> None:
-        """Keep the files of the newest checkpoint, which has these entries, and of the one before
-        it. Others are removed.
+        """Remove all files except those in the newest and in the previous checkpoint.
+
+        The newest checkpoint has these entries.
         """
         newest = {json.loads(entry)["file"] for entry in entries}
-        if newest != self._newest or not newest:  # else this round's checkpoint is written again
+        if newest != self._newest or not newest:  # equal: this round's checkpoint is written again
             self._older, self._newest = self._newest, newest
-        if newest:  # what a killed round was making is no checkpoint's
+        if newest:  # files of a killed round belong to no checkpoint
             self._older = {name for name in self._older if name <= max(newest)}
         for path in [] if self.directory is None else self.directory.glob(_NAMES):
             if path.name not in self._newest | self._older:
                 remove(path)
 
     def _name(self, tensor: Tensor) -> str:
-        """Return the name of the file that a tensor lies in, from its beginning; empty where there
-        is none.
-        """
+        """Return the name of the file that backs the tensor from its first byte, or ""."""
         file = (
             tensor.untyped_storage().filename
             if tensor.is_contiguous() and not tensor.storage_offset()

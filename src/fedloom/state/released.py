@@ -1,9 +1,9 @@
-"""Ledger of the releases of a run under differential privacy, in a file apart from its checkpoints.
+"""Ledger of the releases of a run under differential privacy, separate from its checkpoints.
 
-Over real sites the noise of a round is not drawn from the run's streams, so that a round that is
-repeated after a kill or from an older checkpoint is a second release. Its cost must survive every
-damage that the run survives. So each round is written here, and has reached the disk, before
-anything of it is released.
+Over real sites the noise of a round is not drawn from the run's streams. Therefore a round that is
+repeated after a kill, or from an older checkpoint, is a second release. Its cost must survive all
+damage that the run survives. So each round is written here, and is on the disk, before any of its
+results are released.
 """
 
 import json
@@ -24,20 +24,25 @@ RELEASED = "released.jsonl"
 """Name of the file."""
 
 CUT_SHORT = "cut short"
-"""Stands for the method of a release whose line was cut short."""
+"""Method of a release with an incomplete line."""
 
 STATISTICS = "statistics"
-"""Stands for the method of statistics of the sites' columns before round 1, all of whose numbers
-together are one release.
+"""Method of the statistics of the sites' columns before round 1.
+
+All of their numbers together are one release.
 """
 
 
 @dataclass(frozen=True)
 class Release:
-    """Release that a round is about to make through the wrapper `method`, with `noise` in units of
-    the clip.
+    """A release that a round is about to make.
 
-    It costs each of `clients`; None: everybody, where participants must stay secret.
+    Attributes:
+        round: Number of the round; 0 for statistics.
+        method: Name of the wrapper that adds the noise.
+        noise: Standard deviation in units of the clip.
+        clip: Largest norm of a contribution.
+        clients: Clients that it costs. None: all clients, if participants must stay secret.
     """
 
     round: int
@@ -48,9 +53,10 @@ class Release:
 
 
 class ReleaseLedger:
-    """Append-only file of releases, a line of JSON each. A line's digest covers all lines before it
-    and, from the first round on, the run's identity: statistics that come before may be asked for
-    alone.
+    """Append-only file of releases, with a line of JSON each.
+
+    A line's digest covers all lines before it. From the first round on it also covers the run's
+    identity; earlier statistics do not depend on it, since they can be requested without a run.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
@@ -59,11 +65,16 @@ class ReleaseLedger:
         self._digest, self._start = "", digest(f"fedloom releases {identity}")
 
     def resume(self, evidence: int) -> None:
-        """Read the releases of an earlier start. A last line that was cut short counts as a release
-        that costs every client.
+        """Read the releases of an earlier start.
 
-        Raises `CheckpointError` when a line is missing or not as it was written, or the ledger ends
-        before round `evidence`, the last that the run's directory shows anything of.
+        An incomplete last line counts as a release that costs every client.
+
+        Args:
+            evidence: Last round of which the run's directory contains a result.
+
+        Raises:
+            CheckpointError: A line is missing or was changed, or the ledger ends before round
+                `evidence`.
         """
         self.releases, self._digest = [], ""
         try:
@@ -75,14 +86,16 @@ class ReleaseLedger:
             self._read(number, line)
         if (recorded := max((release.round for release in self.releases), default=0)) < evidence:
             reason = f"ends with round {recorded}" if self.path.exists() else "is missing"
-            raise self._refusal(f"{reason}, but the run has come to round {evidence}")
+            raise self._refusal(f"{reason}, but the run has reached round {evidence}")
         if len(complete) < len(content):
             os.truncate(self.path, len(complete))
             self.append(Release(recorded, CUT_SHORT, 0.0, 0.0))
 
     def append(self, release: Release) -> None:
-        """Write one release. It is on the disk when this returns. Raises `CheckpointError` when it
-        cannot be written.
+        """Write one release. It is on the disk when this returns.
+
+        Raises:
+            CheckpointError: The release cannot be written.
         """
         entry = asdict(release)
         chained = self._chained(entry)
@@ -91,16 +104,15 @@ class ReleaseLedger:
         self._digest = chained
 
     def require_methods(self, methods: Collection[str]) -> None:
-        """Raise `CheckpointError` for releases of other methods than these: their cost would be
-        lost.
-        """
+        """Raise `CheckpointError` for releases of other methods: their cost would be lost."""
         known = {*methods, CUT_SHORT, STATISTICS}
         if unknown := sorted({release.method for release in self.releases} - known):
-            raise self._refusal(f"counts releases of {unknown[0]!r}, which is not in this run")
+            raise self._refusal(f"counts releases of {unknown[0]!r}, but this run does not use it")
 
     def counts(self, method: str, clients: int) -> Tensor:
-        """Return the number of releases that each client has paid for, `[clients]` int64. A release
-        without names costs all.
+        """Return the number of releases that each client has paid for, `[clients]` int64.
+
+        A release without names costs all clients.
         """
         counts = torch.zeros(clients, dtype=torch.int64)
         for release in self.releases:
@@ -130,11 +142,11 @@ class ReleaseLedger:
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             written, chained, release = "", self._digest, None
         if release is None or written != chained:
-            raise self._refusal(f"is damaged in line {number}, or of another run")
+            raise self._refusal(f"is damaged in line {number}, or belongs to another run")
         self.releases.append(release)
         self._digest = chained
 
     def _refusal(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} {reason}: what privacy was spent is not known; use another folder"
+            f"{self.path} {reason}: the spent privacy is unknown; use another folder"
         )

@@ -1,7 +1,7 @@
 """Clients' memory from round to round: control variates, personal models, stored updates.
 
-In a simulation one `ClientStore` holds it, in memory up to a budget and beyond it in files; a real
-site keeps `ClientFiles`.
+In a simulation one `ClientStore` stores it, in memory up to a budget and above it in files. A real
+site uses `ClientFiles`.
 """
 
 import copy
@@ -17,10 +17,10 @@ from fedloom.state.client_files import ClientFiles, Tensors
 from fedloom.state.files import flush, remove_unfinished, temporary_folder
 
 BUDGET = 1 << 30
-"""Bytes kept in memory by default."""
+"""Default size of the clients' memory in RAM, in bytes."""
 
 INLINE = 16 << 20
-"""Bytes up to which a checkpoint holds all client memory itself, instead of naming files of it."""
+"""Bytes of client memory up to which a checkpoint contains it, instead of naming files."""
 
 VERSIONS = "versions"
 """Name in a checkpoint of the table `[n, 2]`: client, version of its file."""
@@ -29,11 +29,11 @@ VERSIONS = "versions"
 class ClientStore:
     """Named tensors for each client that has written any.
 
-    What a round writes can be undone until `commit`. Beyond `budget` bytes, the least recently used
-    clients are moved to files. What a client writes later goes to a new version of its file,
-    numbered over all clients. A checkpoint (`state`) names the versions that are current, so that
-    clients that did not change cost it nothing; `release` removes the files that only older
-    checkpoints needed. Without a `directory`, files lie in a temporary folder.
+    The writes of a round can be undone until `commit`. Above `budget` bytes, the least recently
+    used clients are moved to files. Later writes of a client go to a new version of its file,
+    numbered over all clients. A checkpoint (`state`) names the current versions, so unchanged
+    clients cost it nothing. `release` removes the files that only older checkpoints needed. Without
+    a `directory`, files are in a temporary folder.
     """
 
     def __init__(self, directory: Path | None = None, budget: int = BUDGET) -> None:
@@ -44,14 +44,14 @@ class ClientStore:
         self.begin(directory)
 
     def begin(self, directory: Path | None) -> None:
-        """Forget everything and use `directory` from now on; the files in it stay until `release`."""
+        """Forget everything and use `directory` from now on; its files stay until `release`."""
         if self._folder is not None and self._directory is None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._directory = self._folder = directory
         self._forget()
 
     def _forget(self) -> None:
-        """Hold nothing in memory, and number new files after those in the directory."""
+        """Empty the memory, and number new files after those in the directory."""
         existing: set[tuple[int, int]] = set()
         if self._directory is not None:
             remove_unfinished(self._directory)
@@ -60,7 +60,7 @@ class ClientStore:
         self._undo: dict[int, Tensors] = {}  # before this round's writes
         self._undoable = True
         self._memory_bytes = self._undo_bytes = 0
-        # of each client's file, where one holds what it remembers
+        # version of each client's file, if the file has its current memory
         self._versions: dict[int, int] = {}
         self._next = 1 + max((version for _, version in existing), default=0)
         # older versions are on the disk, and may belong to a checkpoint
@@ -69,11 +69,12 @@ class ClientStore:
         self._superseded: list[tuple[int, int]] = []
         self._outdated = list(existing)  # needed by no checkpoint after the next one
 
-    # --- what clients remember ---
+    # --- memory of clients ---
 
     def read(self, client: int) -> Tensors:
-        """Return everything the client remembers, by name and not to be changed in place; empty
-        where it has written nothing.
+        """Return a client's tensors by name; empty if it has written none.
+
+        The caller must not change them in place.
         """
         tensors = self._in_memory.pop(client, None)
         if tensors is None:
@@ -86,7 +87,7 @@ class ClientStore:
         return tensors
 
     def write(self, client: int, tensors: Tensors) -> None:
-        """Add or replace named tensors of one client, which the caller must not change any more."""
+        """Add or replace named tensors of one client. The caller must not change them any more."""
         remembered = self.read(client)
         if self._undoable and client not in self._undo:
             self._undo[client] = remembered
@@ -98,11 +99,11 @@ class ClientStore:
         self._spill()
 
     def commit(self) -> None:
-        """Keep what the round wrote."""
+        """Make the writes of the round permanent."""
         self._undo, self._undo_bytes, self._undoable = {}, 0, True
 
     def rollback(self) -> bool:
-        """Undo what was written since `commit`. Returns False when some of it cannot be undone."""
+        """Undo all writes since `commit`. Return False if some cannot be undone."""
         undo, self._undo, self._undo_bytes = self._undo, {}, 0
         for client, tensors in undo.items():
             self._put(client, tensors)
@@ -114,7 +115,7 @@ class ClientStore:
     # --- memory and files ---
 
     def _put(self, client: int, tensors: Tensors) -> None:
-        """Replace all that the client remembers."""
+        """Replace all tensors of a client."""
         self._memory_bytes += _bytes(tensors) - _bytes(self._in_memory.pop(client, {}))
         if tensors:
             self._in_memory[client] = tensors
@@ -144,11 +145,11 @@ class ClientStore:
     # --- checkpoints ---
 
     def state(self) -> Tensors:
-        """Return what a checkpoint must hold: everything by `client/name` while that is little,
-        else the current versions.
+        """Return the tensors for a checkpoint.
 
-        The files of these versions are on the disk when it returns, and stay until two newer
-        checkpoints have been released.
+        These are all tensors, by `client/name`, if they are small, and otherwise the current
+        versions. The files of these versions are on the disk when this returns, and stay until two
+        newer checkpoints have been released.
         """
         if not self._versions and self._memory_bytes <= INLINE:
             memory = sorted(self._in_memory.items())
@@ -168,16 +169,19 @@ class ClientStore:
         return {VERSIONS: torch.tensor(sorted(self._versions.items()), dtype=torch.int64)}
 
     def release(self) -> None:
-        """Remove the files that no checkpoint needs any more, now that one with the last `state` is
-        on the disk.
+        """Remove the files that no checkpoint needs any more.
+
+        Called when a checkpoint with the last `state` is on the disk.
         """
         for file in self._outdated:
             self._files().remove(*file)
         self._outdated, self._superseded = self._superseded, []
 
     def restore(self, state: Tensors) -> None:
-        """Replace everything by a `state`, reading its files. Raises `DamagedCheckpoint`, and
-        forgets all, if one is damaged.
+        """Replace everything by a `state`, and read its files.
+
+        Raises:
+            DamagedCheckpoint: A file is damaged; then everything is forgotten.
         """
         self._forget()
         versions = dict(state.get(VERSIONS, torch.empty(0, 2, dtype=torch.int64)).tolist())
@@ -193,7 +197,7 @@ class ClientStore:
         self._spill()
 
     def close(self) -> None:
-        """Forget everything and remove the temporary folder, if there is one."""
+        """Forget everything and remove the temporary folder."""
         self.begin(None)
 
 
@@ -202,37 +206,35 @@ def _bytes(tensors: Tensors) -> int:
 
 
 class Memory:
-    """A cohort's memory as rows `[k, ...]`. Nothing is written before `commit`, so that a client
-    that fails keeps what it had.
+    """A cohort's memory as rows `[k, ...]`.
+
+    Rows are stored only at `commit`, so the memory of a client that fails does not change.
     """
 
     def __init__(self, store: ClientStore, clients: Sequence[int]) -> None:
         self._store = store
         self._clients = tuple(clients)
-        # rows, and a mask of the clients that write theirs
+        # rows, and a mask of the clients that write them
         self._written: dict[str, tuple[Tensor, Tensor]] = {}
-        # the same of rows that are not read back in this round
+        # the same, for rows that are not read back in this round
         self._unread: dict[str, tuple[Tensor, Tensor]] = {}
         self._mask = torch.ones(len(self._clients), dtype=torch.bool)
 
     def shielded(self, clients: Tensor) -> "Memory":
-        """Return the same memory for all clients, in which those in the mask `clients [k]` alone
-        write.
-        """
+        """Return the same memory, in which only the clients in the mask `clients [k]` write."""
         memory = copy.copy(self)
         memory._mask = clients & self._mask
         return memory
 
     def get(self, name: str, default: Tensor) -> Tensor:
-        """Return what the clients remember under a name.
+        """Return the clients' rows under a name.
 
         Args:
             name: Name of the tensor.
-            default: `[k, ...]` or `[1, ...]`, the rows of clients that remember nothing under this
-                name.
+            default: Rows of clients without this tensor, `[k, ...]` or `[1, ...]`.
 
         Returns:
-            Rows `[k, ...]`, those of `write` left out until the next round.
+            Rows `[k, ...]`; rows of `write` are included from the next round on.
         """
         if name in self._written:
             return self._written[name][0]
@@ -245,7 +247,7 @@ class Memory:
         )
 
     def knows(self, name: str) -> Tensor:
-        """Return a mask `[k]` of the clients that remember something under `name`."""
+        """Return a mask `[k]` of the clients that have a tensor `name`."""
         return torch.tensor(
             [name in self._written or name in self._store.read(client) for client in self._clients]
         )
@@ -254,13 +256,14 @@ class Memory:
         self._written[name] = rows.detach(), self._mask
 
     def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
-        """Write rows `[k, ...]` for the clients in the mask `clients [k]` alone. They are read back
-        from the next round on.
+        """Write rows `[k, ...]` only for the clients in the mask `clients [k]`.
+
+        They are read back from the next round on.
         """
         self._unread[name] = rows.detach(), clients & self._mask
 
     def commit(self, positions: Sequence[int] | None = None) -> None:
-        """Store what was written, for the clients at these positions (all by default)."""
+        """Store the written rows, for the clients at these positions (all by default)."""
         for k in range(len(self._clients)) if positions is None else positions:
             entries = (*self._written.items(), *self._unread.items())
             written = {name: rows[k].clone() for name, (rows, mask) in entries if mask[k]}

@@ -1,7 +1,6 @@
-"""Named tensors as safetensors files, which are complete or absent. Reading them runs no code.
+"""Named tensors as safetensors files. They are complete or absent, and reading them runs no code.
 
-Each file holds a checksum of its contents, by which a reader notices a bit that flipped on the
-disk.
+Each file contains a checksum of its contents, which reveals flipped bits.
 """
 
 import json
@@ -30,13 +29,22 @@ def write_tensors(
     durable: bool = True,
     mode: int = 0o666,
 ) -> None:
-    """Write a safetensors file, the same bytes for the same tensors; `durable` and `mode` as in
-    `replacing`. Raises `CheckpointError`.
+    """Write a safetensors file: the same bytes for the same tensors.
+
+    Args:
+        path: The file.
+        tensors: Tensors by name.
+        metadata: Texts by name.
+        durable: As in `replacing`.
+        mode: As in `replacing`.
+
+    Raises:
+        CheckpointError: The file cannot be written, or safetensors does not support a type.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
             raise CheckpointError(
-                f"{path} cannot be written: safetensors has no {tensor.dtype}, which {name} is"
+                f"{path} cannot be written: safetensors does not support {tensor.dtype}, the type of {name}"
             )
     plain = _ordered({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     about = json.dumps(dict(metadata), sort_keys=True)
@@ -53,13 +61,18 @@ def write_tensors(
 
 
 def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return copies of the tensors and the metadata, which must have the `expected` entries, of a
-    file of `write_tensors`. Raises `DamagedCheckpoint` when it is missing, cut short, no such file
-    at all, or not as it was written.
+    """Return copies of the tensors in a file of `write_tensors`, and its metadata.
+
+    Args:
+        path: The file.
+        **expected: Entries that the metadata must have.
+
+    Raises:
+        DamagedCheckpoint: The file is missing, incomplete, of another format, or was changed.
     """
     try:
         if path.exists() and not path.is_file():
-            raise OSError("it is no file: a pipe, a device or a folder")
+            raise OSError("not a file, but a pipe, a device or a folder")
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = _ordered({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
@@ -75,7 +88,7 @@ def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[s
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise DamagedCheckpoint(f"{path} is damaged: its metadata are not texts by name")
+        raise DamagedCheckpoint(f"{path} is damaged: its metadata must be texts by name")
     for name, value in expected.items():
         if metadata.get(name) != value:
             raise DamagedCheckpoint(f"{path} is of {name} {metadata.get(name)}, not {value}")
@@ -88,7 +101,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sort tensors as they lie in a file: those of larger numbers first, so that all are aligned."""
+    """Sort tensors in the order of the file: larger number types first, so that all are aligned."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
@@ -111,7 +124,7 @@ def _header(tensors: Mapping[str, Tensor], about: str) -> bytes:
 
 
 def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
-    """Return the checksum of all that a file says."""
+    """Return the checksum of all contents of a file."""
     shapes = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
     checksum = Checksum(json.dumps([about, shapes]).encode())
     for tensor in tensors.values():
