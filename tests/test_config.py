@@ -144,7 +144,7 @@ WRONG = [
     ),
     ("dropout=1", "dropout must be in [0, 1), not 1"),
     ("new_clients=1", "new_clients must be in [0, 1), not 1"),
-    ("directory='a\0b'", "directory must be text without NUL or halves of characters, not "),
+    ("directory='a\0b'", "directory must be text without NUL or lone surrogates, not "),
     ("targets=[nan]", "targets[0] must be greater than 0 and at most 3.4e+38 or text, not nan"),
     ("training.optimizer=sdg", "did you mean 'sgd'?"),
     ("training.epochs=half", "training.epochs must be a whole number, not 'half'"),

@@ -89,7 +89,7 @@ def require_one_short_line(text: str) -> None:
         ("data.name=\"arrays(path='" + "x" * 5000 + "')\"", "path must be a path of names of at most 255 bytes, not 'xxx"),
         ("data.name=\"images(folder='" + "x" * 256 + "')\"", "folder must be a path of names of at most 255 bytes"),
         ("model=mlp(hidden=[1000000000000000])", "[enforce fail"),
-        ("directory=a\udcffb", "directory must be text without NUL or halves of characters, not 'a\\udcffb'"),
+        ("directory=a\udcffb", "directory must be text without NUL or lone surrogates, not 'a\\udcffb'"),
         ("threads=1000000000", "threads must be between 1 and"),
         ("workers=100000", "workers must be at most"),
         ("engine=processes(workers=100000)", ", not 100000"),

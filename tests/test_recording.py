@@ -334,7 +334,7 @@ def test_the_report_shows_recordings(folder: Path) -> None:
         ("objective(every=0)", "objective: every must be at least 1, not 0"),
         ("objective(every=often)", "objective: every must be a whole number, not 'often'"),
         ("trajectory(first=5, last=3)", "last must be at least 5, not 3"),
-        ("objective:3", "objective:3: nothing may follow here, but :3 does"),
+        ("objective:3", "objective:3: :3 is not allowed here, remove it"),
     ],
 )
 def test_bad_recorders_are_refused_at_the_start(text: str, message: str) -> None:
@@ -382,11 +382,11 @@ def test_methods_without_full_models_are_left_out_with_a_notice(
     )
     assert result.recorded == []
     assert (
-        "objective is not recorded for fedper: its clients keep part of the model to themselves"
+        "objective is not recorded for fedper: part of the model stays at its clients"
         in caplog.text
     )
     assert fl.run("fedfomo", small_task(), rounds=1, record=["objective(every=1)"]).recorded == []
-    assert "its clients are not sent one model" in caplog.text
+    assert "its clients do not receive one model" in caplog.text
 
 
 @pytest.mark.parametrize("engine", [RayEngine, FlowerEngine])
@@ -396,7 +396,7 @@ def test_engines_with_remote_clients_are_refused(engine: type[Any]) -> None:
     federation.engine = engine.__new__(engine)
     with pytest.raises(
         InvalidValue,
-        match=rf"record works in simulations on one machine, .* not in {engine.__name__}",
+        match=rf"record works in simulations on one machine .* not in {engine.__name__}",
     ):
         Recording(build_recorders(["objective"])).begin(federation)
 
@@ -407,7 +407,7 @@ def test_recorders_that_hook_client_training_need_it_in_this_process() -> None:
     federation.engine = ProcessesEngine.__new__(ProcessesEngine)
     with pytest.raises(
         InvalidValue,
-        match="record: ala of client 0: it hooks client training, which is in other processes",
+        match="record: ala of client 0: it hooks client training, but clients train in other processes",
     ):
         Recording(build_recorders(["ala"])).begin(federation)
     Recording(build_recorders(["objective"])).begin(federation)

@@ -218,7 +218,7 @@ def test_the_landscape_can_be_computed_later_from_the_saved_model(tmp_path: Path
         ("similarity(every=0)", "similarity: every must be at least 1, not 0"),
         ("aggregate(models=0)", "aggregate: models must be at least 1, not 0"),
         ("landscape(grid=2)", "grid must be at least 3, not 2"),
-        ("landscape(grid=4)", "grid must be odd, so that the model itself lies on it, not 4"),
+        ("landscape(grid=4)", "grid must be odd, so that the model is a point of it, not 4"),
         (
             "landscape(radius=0)",
             "landscape: radius must be greater than 0 and at most 3.4e+38, not 0",

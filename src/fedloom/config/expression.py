@@ -1,13 +1,16 @@
-r"""Expressions of a configuration: `dirichlet(0.1)`, `stages(fedavg:100, fedmr(unit=segment,
-fraction=0.5))`.
+r"""Expressions of a configuration: names with arguments.
 
-    value = number | 'text' | true | false | none | [value, ...] | call    (text with Python's escapes, such as \' and \n)
+Examples are `dirichlet(0.1)` and `stages(fedavg:100, fedmr(unit=segment, fraction=0.5))`.
+
+    value = number | 'text' | true | false | none | [value, ...] | call    (text with Python's
+        escapes, such as \' and \n)
     call  = path [ "(" argument, ... ")" ] [ ":" (number | name) ]
-    path  = name [ ":" Name ]                                     (a class of the user's own, package.module:Class)
+    path  = name [ ":" Name ]                                     (a user's class,
+        package.module:Class)
     argument = [ name "=" ] value
 
-A bare word is a call without arguments; the reader decides whether it is a name or a piece of text.
-Python's `ast` reads neither `fedavg:100` nor names such as `f1-macro`, so the grammar has a parser.
+A bare word is a call without arguments; the reader decides whether it is a name or text. Python's
+`ast` reads neither `fedavg:100` nor names such as `f1-macro`, so the grammar has a parser.
 """
 
 import ast
@@ -27,13 +30,14 @@ _TOKEN = re.compile(
 )
 _WORDS = {"true": True, "false": False, "none": None}
 DEEPEST = 50
-"""Levels of nested lists, tables and arguments, at most."""
+"""Largest number of levels of nested lists, tables and arguments."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A name, or `module:Class`, with its arguments; `until` is the value after a colon (the last
-    round of a stage).
+    """A name, or `module:Class`, with its arguments.
+
+    `until` is the value after a colon, such as the last round of a stage.
     """
 
     name: str
@@ -60,8 +64,11 @@ def show(value: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Read one value. Raise `InvalidValue`, which quotes the text from the first character that
-    does not fit.
+    """Read one value.
+
+    Raises:
+        InvalidValue: The text is not a value; the error quotes the text from the first wrong
+            character.
     """
     parser = _Parser(text)
     value = parser.value()
@@ -72,7 +79,11 @@ def parse_value(text: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Call:
-    """Read one call. Raises as `parse_value`, and for another value."""
+    """Read one call.
+
+    Raises:
+        InvalidValue: The text is not a call.
+    """
     value = parse_value(text)
     if not isinstance(value, Call):
         raise InvalidValue(
@@ -86,7 +97,7 @@ class _Parser:
         self.text, self.next, self.depth = text, 0, 0
         matches = ((match, match.lastgroup or "") for match in _TOKEN.finditer(text))
         self.tokens = [(kind, match[kind], match.start(kind)) for match, kind in matches]
-        self.tokens.append(("end", "", len(text)))  # so that there are always two to look at
+        self.tokens.append(("end", "", len(text)))  # `_call` looks two tokens ahead
 
     def fail(self) -> InvalidValue:
         position = self.tokens[self.next][2]
@@ -105,7 +116,7 @@ class _Parser:
         return matches
 
     def _until(self, mark: str) -> Iterator[None]:
-        """Yield before each of the entries that stand with commas between them in front of a mark."""
+        """Yield before each of the entries, separated by commas, in front of a mark."""
         while not self._take(mark):
             yield
             if not self._take(",") and self.tokens[self.next][:2] != ("mark", mark):
@@ -126,7 +137,7 @@ class _Parser:
             if kind == "number":
                 value = int(token) if re.fullmatch(r"[-+]?\d+", token) else float(token)
             elif kind == "text":
-                # a backslash that begins no escape stands for itself
+                # a backslash that begins no escape is a literal backslash
                 with warnings.catch_warnings(action="ignore"):
                     value = ast.literal_eval(token)
             elif kind != "name":
@@ -147,12 +158,12 @@ class _Parser:
             (kind, argument, _), (_, following, _) = self.tokens[self.next : self.next + 2]
             if kind == "name" and following == "=":
                 if argument in named:
-                    raise InvalidValue(f"{quoted(self.text)} gives {quoted(argument)} twice")
+                    raise InvalidValue(f"{quoted(self.text)} sets {quoted(argument)} twice")
                 self.next += 2
                 named[argument] = self.value()
             elif named:
                 raise InvalidValue(
-                    f"{quoted(self.text)}: arguments without a name come before those with one"
+                    f"{quoted(self.text)}: arguments without a name must come before named ones"
                 )
             else:
                 positional.append(self.value())
@@ -162,13 +173,15 @@ class _Parser:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with bare words and `module:name` as text, inside lists too. Raise
-    `InvalidValue` for any other call.
+    """Return a value with bare words and `module:name` as text, also inside lists.
+
+    Raises:
+        InvalidValue: The value contains any other call.
     """
     if isinstance(value, Call):
         if value.positional or value.named or not isinstance(value.until, str | None):
             raise InvalidValue(
-                f"{quoted(value, str)} is not allowed here: a number, text or list is"
+                f"{quoted(value, str)} is not allowed here (allowed: a number, text or list)"
             )
         return value.name if value.until is None else f"{value.name}:{value.until}"
     return [plain(item) for item in value] if isinstance(value, list) else value

@@ -1,5 +1,6 @@
-"""The values that fields of a dataclass and options of a function may have: their types declare
-ranges and choices.
+"""Allowed values of the fields of a dataclass and of the options of a function.
+
+Their types declare ranges and choices:
 
     @dataclass
     class FedProx(Algorithm):
@@ -7,8 +8,8 @@ ranges and choices.
         rule: Literal["mean", "median"] = "mean"
 
 The same types are checked whether a value comes from Python (`require_fields`), from an expression
-or from a file (`checked`). Only whole numbers are converted to floats and NumPy's numbers to
-Python's: text is no number, and true is not 1.
+or from a file (`checked`). The only conversions are from integers to floats and from NumPy's
+numbers to Python's: text is not a number, and true is not 1.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from fedloom.config.expression import DEEPEST, show
 from fedloom.errors import InvalidValue, quoted, suggestion
 
 LARGEST = 3.4e38
-"""About the largest 32-bit float: a larger setting becomes infinite in the computation."""
+"""About the largest 32-bit float: a larger setting would become infinite in the computation."""
 
 LARGEST_COUNT = 2**63 - 1
 """The largest 64-bit integer."""
@@ -60,12 +61,14 @@ Bytes = Annotated[int, Field(ge=0, le=LARGEST_COUNT), BeforeValidator(_in_bytes)
 
 
 _PATHS = ("path", "folder", "file", "directory")
-"""Options that hold a file's path, whatever they belong to."""
+"""Names of options that contain a file's path."""
 
 
 def require_fields(instance: Any) -> None:
-    """Check the fields of a dataclass, in its `__post_init__`. Raise `InvalidValue` for a value
-    that its type does not allow.
+    """Check the fields of a dataclass, in its `__post_init__`.
+
+    Raises:
+        InvalidValue: The type of a field does not allow its value.
     """
     values = {
         field.name: getattr(instance, field.name)
@@ -77,7 +80,16 @@ def require_fields(instance: Any) -> None:
 
 
 def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values converted to their types. Raise `InvalidValue`, which begins with `prefix`."""
+    """Return the values converted to their types.
+
+    Args:
+        make: Dataclass or function that declares the types.
+        values: Values by name.
+        prefix: Beginning of an error.
+
+    Raises:
+        InvalidValue: A type does not allow its value.
+    """
     plain = {
         name: value.item() if isinstance(value, np.generic) else value
         for name, value in values.items()
@@ -115,7 +127,7 @@ def require_between(name: str, value: float, low: float, high: float) -> None:
 
 
 def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise `InvalidValue`, with the nearest allowed word, unless value is allowed."""
+    """Raise `InvalidValue`, with the most similar allowed word, unless the value is allowed."""
     if value not in allowed:
         near = suggestion(value, allowed)
         raise InvalidValue(
@@ -124,10 +136,10 @@ def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def require_plain(value: object, name: str, level: int = 1) -> None:
-    """Raise `InvalidValue` for odd text, numbers beyond the floats, and lists that nest too deep."""
+    """Raise `InvalidValue` for broken text, numbers beyond the floats, and deeply nested lists."""
     if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
         raise InvalidValue(
-            f"{name} must be text without NUL or halves of characters, not {quoted(value)}"
+            f"{name} must be text without NUL or lone surrogates, not {quoted(value)}"
         )
     if isinstance(value, int) and abs(value) > LARGEST:
         raise InvalidValue(
@@ -141,8 +153,9 @@ def require_plain(value: object, name: str, level: int = 1) -> None:
 
 
 def parameters(make: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters that a user may set: all fields of a dataclass, all keyword-only
-    parameters of anything else.
+    """Return the parameters that a user may set.
+
+    These are all fields of a dataclass, and all keyword-only parameters of other callables.
     """
     fields = dataclasses.is_dataclass(make)
     signature = inspect.signature(make).parameters.values()
@@ -178,7 +191,7 @@ _KINDS = {
     "none_required": "none",
     "bytes": "a number of bytes, such as 4GiB",
 }
-"""Words of error messages for pydantic's types of errors."""
+"""Terms in error messages for pydantic's types of errors."""
 
 _CLASSES = {
     "Algorithm": "a method, such as fedavg",
@@ -188,8 +201,9 @@ _CLASSES = {
 
 
 def _explained(error: ValidationError, hints: Mapping[str, Any]) -> str:
-    """Return the first error as one line: the value, what is allowed, and the nearest word where
-    words are.
+    """Return the first error as one line.
+
+    It has the value, the allowed values and, for words, the most similar one.
     """
     errors = error.errors(include_url=False)
     option = _option(errors[0]["loc"])
@@ -215,7 +229,7 @@ def _allowed(error: Any, hint: Any) -> str:
     if kind.startswith(("greater_than", "less_than", "finite")):
         bounds = _bounds(hint)
         if bounds.get("le") == LARGEST_COUNT and kind != "less_than_equal":
-            del bounds["le"]  # nobody comes near it
+            del bounds["le"]  # no realistic value reaches it
         return _range(bounds)
     if kind in ("is_instance_of", "dataclass_exact_type"):
         name = error["ctx"].get("class") or error["ctx"]["class_name"]

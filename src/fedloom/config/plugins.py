@@ -1,8 +1,8 @@
-"""The user's modules, imported by their path, from the current directory too.
+"""The user's modules, imported by their path, also from the current directory.
 
 A plugin is a module that registers methods, models, data sets, partitions, recorders or trackers
-when it is imported. Those named in `FEDLOOM_PLUGINS` (separated by commas) are imported before
-anything is looked up, in every process.
+when it is imported. The plugins in `FEDLOOM_PLUGINS` (separated by commas) are imported before the
+first lookup in a registry, in every process.
 """
 
 import importlib
@@ -21,8 +21,10 @@ VARIABLE = "FEDLOOM_PLUGINS"
 
 
 def import_plugins(names: Iterable[str], key: str = "plugins") -> None:
-    """Import the modules; a second time changes nothing. Raise `InvalidValue`, in one line, if one
-    cannot be imported.
+    """Import the modules. Repeated calls have no effect.
+
+    Raises:
+        InvalidValue: A module cannot be imported; the text is one line.
     """
     for name in names:
         _imported(name, key)
@@ -35,8 +37,15 @@ def import_from_environment() -> None:
 
 
 def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Callable[..., Any]:
-    """Return the function or class at `package.module:name`. Raise `InvalidValue` where there is
-    none.
+    """Return the function or class at `package.module:name`.
+
+    Args:
+        path: The path.
+        key: Name of the setting, for errors.
+        allowed: Allowed form of the path, for errors.
+
+    Raises:
+        InvalidValue: The module cannot be imported, or has no such function or class.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
@@ -59,9 +68,7 @@ def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Cal
 
 @contextmanager
 def refused_code() -> Iterator[None]:
-    """Refuse to import modules of the user's own in this block: whatever names one raises
-    `InvalidValue`.
-    """
+    """Refuse to import the user's modules in this block: naming one raises `InvalidValue`."""
     global _refuses
     before, _refuses = _refuses, True
     try:
@@ -74,10 +81,13 @@ _refuses = False
 
 
 def _imported(name: str, key: str, own: bool = False) -> ModuleType:
-    """Return the module; `own` if this machine's user names it, also while code is refused."""
+    """Return the module.
+
+    `own` is True if this machine's user names it; then it is imported although code is refused.
+    """
     if _refuses and not own:
         raise InvalidValue(
-            f"{key}: {quoted(name)} is code that is not part of fedloom, which is not trusted here"
+            f"{key}: {quoted(name)} is not part of fedloom, and other code is not trusted here"
         )
     if "/" in name or name.endswith(".py"):
         module = name.removesuffix(".py").replace("/", ".").strip(".")
@@ -85,10 +95,11 @@ def _imported(name: str, key: str, own: bool = False) -> ModuleType:
             f"{key}: {quoted(name)} is a file: give the name of the module, such as {quoted(module)}"
         )
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())  # for good: worker processes and unpickling import it again
+        # stays: worker processes and unpickling import it again
+        sys.path.insert(0, os.getcwd())
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever the user's file raises while it is imported
+    except Exception as error:  # the user's file may raise any error
         reason = one_line(f"{type(error).__name__}: {error}", LONGEST_QUOTED)
         raise InvalidValue(f"{key}: cannot import {quoted(name)}: {reason}") from error

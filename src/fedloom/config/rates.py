@@ -1,5 +1,4 @@
-"""Schedules of the learning rate over the rounds of a run, or over the local steps of a client in a
-round.
+"""Schedules of the learning rate over the rounds of a run, or over a client's steps in a round.
 
 A schedule is a function (done, total) -> the factor of the rate when `done` of `total` rounds, or
 steps, are over.
@@ -32,14 +31,13 @@ rate_schedules: Registry[Callable[..., RateSchedule]] = Registry(
 
 @rate_schedules.register(CONSTANT)
 def constant() -> RateSchedule:
-    """Keep the rate."""
+    """Use a constant rate."""
     return lambda done, total: 1.0
 
 
 @rate_schedules.register("cosine")
 def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedule:
-    """Multiply the rate by least + (1 - least) (1 + cos(pi t / T)) / 2 after t of T rounds or
-    steps.
+    """Multiply the rate by least + (1 - least) (1 + cos(pi t / T)) / 2 after t of T rounds or steps.
 
     Args:
         over: T; by default all rounds or steps.
@@ -56,7 +54,7 @@ def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedu
 
 @rate_schedules.register("step")
 def step(*, every: Count, factor: Share = 0.1) -> RateSchedule:
-    """Multiply the rate by `factor` after every so many rounds or steps.
+    """Multiply the rate by `factor` after every `every` rounds or steps.
 
     Args:
         every: Rounds or steps between two changes.
@@ -67,8 +65,7 @@ def step(*, every: Count, factor: Share = 0.1) -> RateSchedule:
 
 @rate_schedules.register("warmup")
 def warmup(*, over: Count, then: RateSchedule = constant()) -> RateSchedule:  # noqa: B008
-    """Raise the rate in even steps over the first rounds or steps, then follow another schedule:
-    `warmup(5, then=cosine)`.
+    """Raise the rate in even steps, then follow another schedule: `warmup(5, then=cosine)`.
 
     Args:
         over: Rounds or steps of the warm-up; the factor begins at 1/over and is 1 from number
@@ -84,13 +81,16 @@ def warmup(*, over: Count, then: RateSchedule = constant()) -> RateSchedule:  # 
 
 
 def build_rate_schedule(expression: str | Call) -> RateSchedule:
-    """Return the schedule of an expression or `module:function`. Raise `UnknownName` or
-    `InvalidValue`.
+    """Return the schedule of an expression or `module:function`.
+
+    Raises:
+        UnknownName: The name is not registered.
+        InvalidValue: The expression is not valid.
     """
     call = parse(expression) if isinstance(expression, str) else expression
     if not isinstance(call, Call):
         raise InvalidValue(
-            f"a learning-rate schedule is a name or 'module:function', not {quoted(call)}"
+            f"a learning-rate schedule must be a name or 'module:function', not {quoted(call)}"
         )
     if call.until is not None and not call.positional and not call.named:
         return found_at(
@@ -99,12 +99,19 @@ def build_rate_schedule(expression: str | Call) -> RateSchedule:
     return cast(RateSchedule, rate_schedules.build(call))
 
 
-_built = cache(build_rate_schedule)  # of texts
+_built = cache(build_rate_schedule)  # by text
 
 
 def rate_factor(expression: str, done: int, total: int) -> float:
-    """Return the schedule's factor of the rate. Raise `InvalidValue` unless that is a positive
-    number.
+    """Return the schedule's factor of the rate.
+
+    Args:
+        expression: The schedule.
+        done: Finished rounds or steps.
+        total: All rounds or steps.
+
+    Raises:
+        InvalidValue: The factor is not a positive number.
     """
     if expression == CONSTANT:
         return 1.0

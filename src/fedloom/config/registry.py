@@ -1,7 +1,7 @@
-"""Registries of models, data sets, partitions, algorithms and the like, by name.
+"""Registries of models, data sets, partitions, algorithms and others, by name.
 
 A function or class registers itself with a decorator in its file. The registry imports every module
-of one package on first use, so a new file is a new entry in the documentation and every
+of one package on first use, so a new file is a new entry in the documentation and in every
 configuration. `docs/generate/listings.py` makes the lists of the command line from the registries.
 """
 
@@ -19,15 +19,14 @@ from fedloom.config.plugins import import_from_environment
 from fedloom.errors import InvalidValue, UnknownName, quoted, suggestion
 
 _SECTIONS = re.compile(r"^(Args|Returns|Raises):\n(?: .*\n|\n)*", re.MULTILINE)
-"""Google style sections of a docstring: a title and the lines under it that are indented or empty.
-"""
+"""Google style sections of a docstring: a title, and the indented or empty lines below it."""
 
 T = TypeVar("T", bound=Callable[..., Any])
 Registered = TypeVar("Registered", bound=Callable[..., Any])
 
 
 def _docstring(make: Any) -> tuple[str, dict[str, str]]:
-    """The docstring without its sections, and the description of each parameter in its Args."""
+    """Return the docstring without its sections, and the descriptions in its Args section."""
     text = (inspect.getdoc(make) or "") + "\n"
     sections = "".join(match[0] for match in _SECTIONS.finditer(text) if match[1] == "Args")
     entries = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", sections, re.MULTILINE)
@@ -38,9 +37,7 @@ def _docstring(make: Any) -> tuple[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """A registered name, the callable that makes its object, and the parameters that a user may
-    set.
-    """
+    """A registered name and the callable that makes its object."""
 
     name: str
     make: T
@@ -52,13 +49,14 @@ class Entry(Generic[T]):
 
     @property
     def summary(self) -> str:
-        """First paragraph of the docstring, on one line."""
+        """The first paragraph of the docstring, on one line."""
         return " ".join(self.text.partition("\n\n")[0].split())
 
     @property
     def arguments(self) -> dict[str, str]:
-        """Description of each parameter, from the Args section of the docstring or of a base class;
-        "" where there is none.
+        """Description of each parameter; "" if it has none.
+
+        It is in the Args section of the docstring or of a base class.
         """
         described: dict[str, str] = {}
         for base in self.make.__mro__ if inspect.isclass(self.make) else (self.make,):
@@ -71,8 +69,14 @@ class Entry(Generic[T]):
         return parameters(self.make)
 
     def options(self, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments by name. Raise `InvalidValue` for too many, an unknown or a repeated
-        one.
+        """Return arguments by name.
+
+        Args:
+            positional: Arguments without a name.
+            named: Arguments with a name.
+
+        Raises:
+            InvalidValue: There are too many arguments, or one is unknown or repeated.
         """
         names = list(self.parameters)
         allowed = ", ".join(names) or "none"
@@ -97,7 +101,7 @@ class Registry(Generic[T]):
 
     Args:
         kind: The noun of error messages, such as `data set`.
-        packages: The packages whose modules define the entries.
+        packages: The packages with the modules that define the entries.
         argument: Turns an argument of an expression into a value: (make, name of the parameter,
             argument) -> value.
     """
@@ -115,9 +119,7 @@ class Registry(Generic[T]):
         self._imported = False
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
-        """Return a decorator that registers a function or class under `name` and leaves it as it
-        is.
-        """
+        """Return a decorator that registers a function or class unchanged under `name`."""
 
         def add(make: Registered) -> Registered:
             entry = self._entries.get(name)
@@ -129,7 +131,7 @@ class Registry(Generic[T]):
         return add
 
     def __getitem__(self, name: str) -> Entry[T]:
-        """Return the entry called `name`; raise `UnknownName` with the nearest."""
+        """Return the entry called `name`; raise `UnknownName` with the most similar name."""
         self._import_all()
         if name not in self._entries:
             raise UnknownName(self.kind, name, self._entries)
@@ -140,18 +142,25 @@ class Registry(Generic[T]):
         return name in self._entries
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        """Iterate over all entries by name, without those registered by their path, `module:Class`."""
+        """Iterate over all entries by name, except those registered by a path, `module:Class`."""
         self._import_all()
         return iter(self._entries[name] for name in sorted(self._entries) if ":" not in name)
 
     def of(self, make: object) -> Entry[T] | None:
-        """Return the entry of a function or class; None where it is not registered."""
+        """Return the entry of a function or class; None if it is not registered."""
         self._import_all()
         return next((entry for entry in self._entries.values() if entry.make is make), None)
 
     def build(self, expression: str | Call, *data: Any) -> Any:
-        """Make the object of an expression such as `dirichlet(0.1)`, with `data` before its
-        options. Raises as `read`.
+        """Make the object of an expression such as `dirichlet(0.1)`.
+
+        Args:
+            expression: The expression.
+            data: Arguments before the options.
+
+        Raises:
+            UnknownName: The name is not registered.
+            InvalidValue: An option is not valid.
         """
         entry, options = self.read(expression)
         return entry.make(*data, **options)
@@ -161,14 +170,17 @@ class Registry(Generic[T]):
         return None if expression.strip().lower() == "none" else self.build(expression)
 
     def read(self, expression: str | Call) -> tuple[Entry[T], dict[str, Any]]:
-        """Return the entry of an expression and its checked options. Raise `UnknownName` or
-        `InvalidValue`.
+        """Return the entry of an expression and its checked options.
+
+        Raises:
+            UnknownName: The name is not registered.
+            InvalidValue: An option is not valid.
         """
         call = parse(expression) if isinstance(expression, str) else expression
         entry = self[call.name]
         if call.until is not None:
             raise InvalidValue(
-                f"{quoted(call, str)}: nothing may follow here, but :{quoted(call.until, str)} does"
+                f"{quoted(call, str)}: :{quoted(call.until, str)} is not allowed here, remove it"
             )
         arguments = entry.options(call.positional, call.named)
         values = {name: self.argument(entry.make, name, value) for name, value in arguments.items()}
@@ -189,7 +201,8 @@ class Registry(Generic[T]):
             package = importlib.import_module(name)
             for module in pkgutil.iter_modules(package.__path__, f"{name}."):
                 importlib.import_module(module.name)
-        self._imported = True  # a plugin may look things up while it is imported
+        self._imported = True  # a plugin may use the registry while it is imported
+
         try:
             import_from_environment()
         except InvalidValue:

@@ -1,3 +1,1 @@
-"""Recorders: what a run writes down on request beside its figures, such as objectives, trajectories
-and similarities.
-"""
+"""Recorders: optional records of a run, such as objectives, trajectories and similarities."""

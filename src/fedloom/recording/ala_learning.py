@@ -1,4 +1,4 @@
-"""How the loss falls while a client learns ALA's weights (FedALA, figure 3)."""
+"""The loss while a client learns ALA's weights (FedALA, figure 3)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ from fedloom.rounds.federation import Federation
 @recorders.register("ala")
 @dataclass(frozen=True)
 class AlaLearning(Recorder):
-    """The loss of each epoch in which the client `client` learns its blending weights, in every
-    round in which it does.
+    """The loss of each epoch in which `client` learns its blending weights.
 
-    The loss of an epoch is ALA's own criterion. Source: Zhang et al. 2023 (FedALA),
-    figure 3.
+    It is recorded in every round in which the client learns them. The loss of an epoch is ALA's own
+    criterion.
+
+    Source: Zhang et al. 2023 (FedALA), figure 3.
     """
 
     client: NonNegativeInt = 0
@@ -49,7 +50,7 @@ class AlaLearning(Recorder):
                 report(cohort, blend)
                 if client in cohort.clients and blend.losses:
                     losses = torch.stack(blend.losses)[:, cohort.clients.index(client)]
-                    # NaN: finished in an earlier epoch, or nothing to learn
+                    # NaN: finished in an earlier epoch, or without weights to learn
                     if curve := losses[~losses.isnan()].tolist():
                         learned[cohort.round.number] = curve
 

@@ -1,6 +1,4 @@
-"""The loss around the final global model, in two directions that the model's own filters scale
-(FedMR, figure 6).
-"""
+"""The loss around the final global model, in two filter-normalised directions (FedMR, figure 6)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,14 +30,13 @@ from fedloom.task import Task
 @recorders.register("landscape")
 @dataclass(frozen=True)
 class Landscape(Recorder):
-    """The loss of the final global model w and around it: L(w + a d1 + b d2) for a and b from
-    -`radius` to `radius`.
+    """The loss around the final model w: L(w + a d1 + b d2), a and b from -`radius` to `radius`.
 
-    d1 and d2 are Gaussian, then scaled filter by filter to the model's own norms. They are drawn by
-    `directions` alone, so that runs of one architecture are seen in the same directions. L is the
-    mean cross entropy in evaluation mode on `samples` evenly spaced samples of the clients'
-    training data (`data=train`) or of the test set (`data=test`), at `grid` x `grid` points. Costs
-    grid^2 * samples forward passes, once, after the last round.
+    d1 and d2 are Gaussian, then scaled filter by filter to the norms of the model. Only
+    `directions` draws them, so that runs of one architecture use the same directions. L is the mean
+    cross entropy in evaluation mode on `samples` evenly spaced samples of the clients' training
+    data (`data=train`) or of the test set (`data=test`), at `grid` x `grid` points. Costs grid^2 *
+    samples forward passes, once, after the last round.
 
     Source: Li et al. 2018, arXiv 1712.09913, section 4; Hu et al. 2022 (FedMR), figure 6 (figure 7
     in the KDD 2024 version).
@@ -56,7 +53,7 @@ class Landscape(Recorder):
         require_at_least("grid", self.grid, 3)
         if self.grid % 2 == 0:
             raise InvalidValue(
-                f"grid must be odd, so that the model itself lies on it, not {self.grid}"
+                f"grid must be odd, so that the model is a point of it, not {self.grid}"
             )
 
     def require(self, context: RunContext) -> None:
@@ -81,10 +78,17 @@ class Landscape(Recorder):
         integers: Tensor | None = None,
         evaluator: Evaluator | None = None,
     ) -> dict[str, Any]:
-        """Return the landscape around the model `[P]` on the task's samples, as reports draw it.
+        """Return the landscape around a model, in the form for reports.
 
-        `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`, None where not finite; `loss` and
-        `accuracy` are the model's own.
+        Args:
+            model: The model `[P]`.
+            task: The task with the samples.
+            integers: Integer buffers of the model.
+            evaluator: Computes the losses; by default a new one.
+
+        Returns:
+            `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`, None if it is not finite. `loss`
+                and `accuracy` belong to the model.
         """
         judge = evaluator or Evaluator(task.model, task.layout, task.dataset)
         samples = self._samples(task)
@@ -124,19 +128,24 @@ class Landscape(Recorder):
 
 
 def gaussian(layout: Layout, directions: int, axis: str) -> Tensor:
-    """Draw a standard normal row `[P]` by its name: the same for every model of one architecture."""
+    """Draw a standard normal row `[P]` by its name, equal for all models of one architecture."""
     return torch.randn(
         layout.size, generator=stream(directions, f"landscape {axis}"), dtype=layout.dtype
     )
 
 
 def filter_normalised(direction: Tensor, model: Tensor, layout: Layout) -> Tensor:
-    """Return the direction `[P]` scaled filter by filter to the model's norms: d_f <- d_f |w_f| /
-    |d_f|.
+    """Return the direction `[P]` scaled filter by filter: d_f <- d_f |w_f| / |d_f|.
 
     A filter is one row of a weight along its first dimension: a convolution's output channel, a
-    linear layer's neuron. Biases, the parameters of batch norm and all buffers get 0. Source: Li et
-    al. 2018, section 4, and their code's `biasbn`.
+    linear layer's neuron. Biases, the parameters of batch norm and all buffers get 0.
+
+    Args:
+        direction: The direction, `[P]`.
+        model: The model w, `[P]`.
+        layout: Layout of the model.
+
+    Source: Li et al. 2018, section 4, and their code's `biasbn`.
     """
     result = torch.zeros_like(direction)
     for tensor in layout.slices:

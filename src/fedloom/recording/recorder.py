@@ -1,4 +1,4 @@
-"""Recorders write down chosen values of chosen rounds, without any influence on the run."""
+"""Recorders store chosen values of chosen rounds, without any influence on the run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -25,8 +25,14 @@ Tensors = Mapping[int, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run as recorders see it. Clients are numbered as in `task`; `numbers` are the numbers
-    that the user knows them by.
+    """The run as seen by recorders.
+
+    Attributes:
+        task: The task; clients are numbered as in it.
+        rounds: Number of rounds.
+        trainers: Number of clients that train.
+        numbers: The user's number of each client.
+        evaluator: Computes losses and figures.
     """
 
     task: Task
@@ -36,15 +42,22 @@ class RunContext:
     evaluator: Evaluator
 
     def training_loss(self, row: Tensor, client: int, integers: Tensor | None) -> tuple[float, int]:
-        """Return the loss of the model `row [P]` in evaluation mode, summed over a client's
-        training samples, and their count.
+        """Return a model's loss on a client's training samples, in evaluation mode.
+
+        Args:
+            row: The model, `[P]`.
+            client: Number of the client.
+            integers: Integer buffers of the model.
+
+        Returns:
+            The sum of the losses, and the number of samples.
         """
         tally = self.evaluator.tally(row, self.task.train, self.task.partition, [client], integers)
         samples = int(tally.samples[0])
         return tally.overall(self.task.objective)["loss"] * samples, samples
 
     def require_test_samples(self) -> None:
-        """Raise `InvalidValue` where the test set is empty."""
+        """Raise `InvalidValue` if the test set is empty."""
         if not len(self.task.test):
             raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty")
 
@@ -53,8 +66,10 @@ class RunContext:
         return self.evaluator.score(row, self.task.test, integers)
 
     def client(self, number: int) -> int:
-        """Return the client that the user calls by this number. Raises `InvalidValue` where none
-        does or it never trains.
+        """Return the client with this number of the user.
+
+        Raises:
+            InvalidValue: No client has this number, or the client never trains.
         """
         numbers = list(self.numbers)
         if number not in numbers:
@@ -66,8 +81,15 @@ class RunContext:
 
 @dataclass(frozen=True)
 class ClientExchange:
-    """The models `[P]` and integer buffers (if any) that a client, the round's `slot`-th, received
-    and uploaded.
+    """The models that a client received and uploaded in a round.
+
+    Attributes:
+        slot: Slot of the client.
+        client: Number of the client.
+        received: The received model, `[P]`.
+        uploaded: The uploaded model, `[P]`.
+        received_integers: Integer buffers, if any.
+        uploaded_integers: Integer buffers, if any.
     """
 
     slot: int
@@ -88,27 +110,25 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Writes down one thing, round by round."""
+    """Records one kind of value, round by round."""
 
     def __post_init__(self) -> None:
-        """Check the options against the types of their fields, ranges included
-        (`fedloom.config.fields`).
-        """
+        """Check the options against the types and ranges of their fields."""
         require_fields(self)
 
     @property
     def kind(self) -> str:
-        """The name under which it is registered."""
+        """Name under which the recorder is registered."""
         return next(entry.name for entry in recorders if entry.make is type(self))
 
     @property
     def name(self) -> str:
-        """The name of its measurements; two recorders of one run have different ones."""
+        """Name of its measurements; two recorders of one run have different names."""
         return self.kind
 
     @property
     def hooks_training(self) -> bool:
-        """True if it hooks into the clients' training, which then must take place in this process."""
+        """True if it hooks into the clients' training, which must then run in this process."""
         return type(self).hook is not Recorder.hook
 
     @property
@@ -117,37 +137,49 @@ class Recorder:
         return type(self).measure is not Recorder.measure
 
     def inapplicable(self, method: Method) -> str:
-        """Return the reason why this method, not yet set up, has nothing to record; empty where it
-        has.
+        """Return the reason why the method has no values to record; empty if it has.
+
+        The method is not set up yet.
         """
         return ""
 
     def require(self, context: RunContext) -> None:
-        """Raise `InvalidValue` when this run has no such client or round."""
+        """Raise `InvalidValue` if this run has no such client or round."""
 
     def hook(self, federation: Federation, context: RunContext) -> Callable[[int], Any] | None:
-        """Hook into the method's code or the clients' work, if needed; the function returned gives
-        a round's value, or its `Measurement`.
+        """Hook into the method's code or the clients' work, if needed.
+
+        Returns:
+            A function from the number of a round to its value or `Measurement`, or None.
         """
         return None
 
     def measure(
         self, number: int, exchanges: Sequence[ClientExchange], context: RunContext
     ) -> Measurement | None:
-        """Return the measurement of round `number`, in which clients exchanged these models, in the
-        order of the slots.
+        """Return the measurement of round `number`.
+
+        Args:
+            number: Number of the round.
+            exchanges: The clients' models, in the order of the slots.
+            context: The run.
+
+        Returns:
+            The measurement; None if the round is not recorded.
         """
         return None
 
     def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
-        """Return a measurement's value once the method has received the replies: figures of the
-        aggregate may be added.
+        """Return a measurement's value after the method has received the replies.
+
+        Figures of the aggregate may be added.
         """
         return value
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
-        """Return all measurements as reports draw them: by default the rounds and, by name, the
-        values, where there are any.
+        """Return all measurements in the form for reports.
+
+        By default these are the rounds and, by name, the values that any round has.
         """
         curves = {name: [value[name] for _, value in series] for name in series[0][1]}
         measured = {
@@ -162,8 +194,10 @@ recorders: Registry[type[Recorder]] = Registry("recorder", "fedloom.recording")
 
 
 def build_recorders(expressions: Sequence[str]) -> list[Recorder]:
-    """Return the recorders of expressions such as `ala(client=8)`. Raises `InvalidValue` for two
-    that would record the same.
+    """Return the recorders of expressions such as `ala(client=8)`.
+
+    Raises:
+        InvalidValue: Two expressions would record the same values.
     """
     built: list[Recorder] = []
     for text in expressions:
@@ -175,7 +209,7 @@ def build_recorders(expressions: Sequence[str]) -> list[Recorder]:
 
 
 def expression(recorder: Recorder) -> str:
-    """Return the expression that builds this recorder again, with every parameter."""
+    """Return the expression that builds this recorder, with every parameter."""
     parameters = ", ".join(
         f"{field.name}={show(getattr(recorder, field.name))}" for field in fields(recorder)
     )
@@ -183,13 +217,14 @@ def expression(recorder: Recorder) -> str:
 
 
 def partial_models(method: Method) -> str:
-    """Return the reason why clients of the method, which is set up, do not exchange whole models;
-    else "".
+    """Return the reason why clients of the method do not exchange whole models, or "".
+
+    The method is set up.
     """
     for pipeline in pipelines(method):
         if not pipeline.algorithm.facts.one_download:
-            return "its clients are not sent one model"
+            return "its clients do not receive one model"
         opening = pipeline.plan.opening()
         if "model" not in pipeline.expected(opening) or not pipeline.returns_whole(opening):
-            return "its clients keep part of the model to themselves"
+            return "part of the model stays at its clients"
     return ""

@@ -1,6 +1,4 @@
-"""Recorders of a round's models: their accuracies, similarity and objectives, and the labels that
-the global model learned.
-"""
+"""Recorders of a round's models: accuracies, similarity, objectives and memorised labels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,13 +28,13 @@ CURVES = ("right", "memorised", "corrected")
 @recorders.register("aggregate")
 @dataclass(frozen=True)
 class AggregateRecorder(Recorder):
-    """Test accuracy and loss of the models that the clients upload, and of the global model
-    aggregated from them.
+    """Test accuracy and loss of the uploaded models, and of the global model aggregated from them.
 
-    Model k is the one in slot k: for methods with a pool (Indep, FedMR) the k-th model of the pool
-    after local training. The first `models` slots are recorded, all by default, in every round
-    whose number `every` divides. Costs a pass over the test set for each. Source: Hu et al. 2022
-    (FedMR), figure 4 (figure 5 in the KDD 2024 version).
+    Model k is the model in slot k: for methods with a pool (Indep, FedMR) the k-th model of the
+    pool after local training. The first `models` slots are recorded, all by default, in every round
+    with a number that `every` divides. Costs a pass over the test set for each model.
+
+    Source: Hu et al. 2022 (FedMR), figure 4 (figure 5 in the KDD 2024 version).
     """
 
     every: Count = 10
@@ -64,8 +62,9 @@ class AggregateRecorder(Recorder):
         return {**value, "global": {measure: score[measure] for measure in _measures(context)}}
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
-        """Return `models[measure][slot]` with a value for each recorded round, None where no client
-        replied in that slot.
+        """Return `models[measure][slot]` with a value for each recorded round.
+
+        The value is None if no client replied in that slot.
         """
         slots = sorted({slot for _, value in series for slot in value["slots"]})
         models = {
@@ -87,12 +86,12 @@ def _measures(context: RunContext) -> tuple[str, ...]:
 @recorders.register("similarity")
 @dataclass(frozen=True)
 class Similarity(Recorder):
-    """Mean cosine similarity of the models that the clients upload and, where the method keeps a
-    pool, of the pool.
+    """Mean cosine similarity of the uploaded models and, for methods with a pool, of the pool.
 
     The mean of w_i . w_j / (|w_i| |w_j|) over all pairs i < j, of the trainable parameters, for the
-    models `uploaded` in the round and for the `pool` after it, in every round whose number `every`
-    divides and in which two models or more were uploaded.
+    models `uploaded` in the round and for the `pool` after it. Recorded in every round with a
+    number that `every` divides and with at least two uploaded models.
+
     Source: Hu et al. 2022 (FedMR), figure 5 (figure 6 in the KDD 2024 version); the authors' code
     averages over blocks.
     """
@@ -116,13 +115,14 @@ class Similarity(Recorder):
 @recorders.register("objective")
 @dataclass(frozen=True)
 class TrainingObjective(Recorder):
-    """The training objective over a round's clients, of the models they receive and of the models
-    they upload.
+    """The training objective over a round's clients, of the received and of the uploaded models.
 
     F = sum_i n_i f_i(w_i) / sum_i n_i over the clients that replied, with n_i training samples each
-    and f_i the mean cross entropy on them in evaluation mode; w_i is the model received (`before`)
-    or the model uploaded (`after`; under `ala` the step includes the blending). Recorded in every
-    round whose number `every` divides. Source: Zhang et al. 2023 (FedALA), figure 5.
+    and f_i the mean cross entropy on them in evaluation mode; w_i is the received model (`before`)
+    or the uploaded model (`after`; under `ala` the step includes the blending). Recorded in every
+    round with a number that `every` divides.
+
+    Source: Zhang et al. 2023 (FedALA), figure 5.
     """
 
     every: Count = 10
@@ -147,13 +147,12 @@ class TrainingObjective(Recorder):
 @recorders.register("memorisation")
 @dataclass(frozen=True)
 class Memorisation(Recorder):
-    """Accuracy of the global model on training samples whose labels are right, and on those whose
-    labels are wrong.
+    """Accuracy of the global model on training samples with right labels, and with wrong labels.
 
-    Over the training samples of all clients that train: `right`, where the given label is the true
-    one; where it is wrong, the share that the model classifies as given (`memorised`) and by the
-    true label (`corrected`). Recorded in every round whose number `every` divides. Costs a pass
-    over the training set.
+    Computed over the training samples of all clients that train. `right`: accuracy on samples with
+    the true label. On samples with a wrong label: the share that the model classifies as labelled
+    (`memorised`) and by the true label (`corrected`). Recorded in every round with a number that
+    `every` divides. Costs a pass over the training set.
     """
 
     every: Count = 10

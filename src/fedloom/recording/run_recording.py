@@ -1,8 +1,8 @@
-"""The recording of one run: it observes the rounds and stores the measurements, also when the run
-is killed.
+"""The recording of one run: it observes the rounds and stores the measurements.
 
-In the run's directory: `recorded.jsonl`, a line a round; `recorded/round-*.safetensors`, recorded
-models; `recording.json`, all of it as reports draw it, when the run is finished.
+Measurements survive a kill of the run. The run's directory contains `recorded.jsonl`, a line per
+round; `recorded/round-*.safetensors`, recorded models; and, when the run is finished,
+`recording.json`, all of them in the form for reports.
 """
 
 import json
@@ -34,7 +34,7 @@ RESULT = "recording.json"
 
 
 class MeasurementLog(RoundLog):
-    """The measurements of each round, whose models lie in files beside it."""
+    """The measurements of each round, with models in separate files."""
 
     def __init__(self, directory: Path | None) -> None:
         super().__init__(None if directory is None else directory / "recorded.jsonl")
@@ -42,8 +42,9 @@ class MeasurementLog(RoundLog):
         self.unsynced: list[Path] = []
 
     def complete(self, records: list[dict[str, Any]]) -> int:
-        """Return how many rounds, from the first on, have all their measurements and models on the
-        disk.
+        """Return the number of complete rounds, from the first on.
+
+        A round is complete if all its measurements and models are on the disk.
         """
         complete = super().complete(records)
         if self.directory is not None:
@@ -60,10 +61,10 @@ class MeasurementLog(RoundLog):
 
 
 class Recording:
-    """Recorders at work in a run, which is the same with and without them.
+    """The recorders of a run. They do not change the run.
 
-    A round's measurements are stored when the round succeeds, so that a run that is resumed records
-    the same bytes. `notices` names the recorders that do not apply to this method, a line each.
+    A round's measurements are stored when the round succeeds, so a resumed run records the same
+    bytes. `notices` names the recorders that do not apply to this method, one per line.
     """
 
     def __init__(self, recorders: Sequence[Recorder], directory: Path | None = None) -> None:
@@ -71,17 +72,19 @@ class Recording:
         self.directory = directory
         self.notices: list[str] = []
         self.log = MeasurementLog(directory)
-        # of all rounds, where there is no directory
+        # tensors of all rounds, for a run without a directory
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._pending: dict[str, Measurement] = {}
 
     def begin(self, federation: Federation) -> None:
-        """Take the federation, which is set up. Raises `InvalidValue` when a recorder asks for what
-        it cannot have.
+        """Start to record a federation after its setup.
+
+        Raises:
+            InvalidValue: A recorder is not possible in this run.
         """
         in_process = federation.engine.in_process
         if in_process is None:
-            place = "simulations on one machine, which has the clients' samples"
+            place = "simulations on one machine with the clients' samples"
             raise InvalidValue(
                 f"record works in {place}, not in {type(federation.engine).__name__}"
             )
@@ -109,14 +112,15 @@ class Recording:
         }
         self._hooks = {name: reported for name, reported in hooks.items() if reported is not None}
         if self._hooks and not in_process:
-            reason = "it hooks client training, which is in other processes here"
+            reason = "it hooks client training, but clients train in other processes here"
             raise InvalidValue(f"record: {next(iter(self._hooks))}: {reason}")
         if self.directory is not None:
             remove_unfinished(self.directory / "recorded")
 
     def observe(self, round: Round, jobs: Sequence[Job], replies: Replies) -> None:
-        """Let the recorders measure this round, which may still fail. Changes no argument and
-        stores none without a copy.
+        """Let the recorders measure this round, which may still fail.
+
+        No argument is changed, and none is stored without a copy.
         """
         exchanges = _exchanges(jobs, replies)
         self._pending = {}
@@ -133,9 +137,7 @@ class Recording:
                 self._pending[recorder.name] = measurement
 
     def commit(self, number: int) -> None:
-        """Store the measurements of a round that has succeeded, models before the line that refers
-        to them.
-        """
+        """Store the measurements of a successful round, models before the line that names them."""
         values = {
             recorder.name: _plain(recorder.complete(pending.value, self._federation, self._context))
             for recorder in self.recorders
@@ -158,8 +160,9 @@ class Recording:
         self.log.append(line)
 
     def results(self) -> list[dict[str, Any]]:
-        """Return each recorder's result, ready for JSON and for reports; recorders without a single
-        measurement are left out.
+        """Return each recorder's result, ready for JSON and for reports.
+
+        Recorders without a measurement are left out.
         """
         results, records = [], self.log.read()
         for recorder in self.recorders:
@@ -186,20 +189,28 @@ class Recording:
 
 
 def models_file(directory: Path, number: int) -> Path:
-    """Return the file of a round's recorded models, each called `recorder/key`."""
+    """Return the file of a round's recorded models, each named `recorder/key`."""
     return directory / "recorded" / f"round-{number:07d}.safetensors"
 
 
 def recorded_tensors(directory: Path, recorder: str, number: int) -> dict[str, Tensor]:
-    """Return the tensors that a recorder stored in a round. Raises `DamagedCheckpoint` when they
-    cannot be read.
+    """Return the tensors that a recorder stored in a round.
+
+    Args:
+        directory: The run's directory.
+        recorder: Name of the recorder.
+        number: Number of the round.
+
+    Raises:
+        DamagedCheckpoint: The file cannot be read.
     """
     return below(f"{recorder}/", read_tensors(models_file(directory, number), round=str(number))[0])
 
 
 def _exchanges(jobs: Sequence[Job], replies: Replies) -> list[ClientExchange]:
-    """Return the models of the clients that replied, in the order of the slots; none where it is
-    not one model each.
+    """Return the models of the clients that replied, in the order of the slots.
+
+    Empty if clients do not exchange one model each.
     """
     if "model" not in replies.matrices or any("model" not in job.inbox for job in jobs):
         return []
@@ -219,7 +230,7 @@ def _exchanges(jobs: Sequence[Job], replies: Replies) -> list[ClientExchange]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with None for figures that are not finite, which JSON has no word for."""
+    """Return the value with None in place of figures that are not finite, which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

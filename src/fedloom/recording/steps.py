@@ -1,6 +1,4 @@
-"""Everything that goes into and comes out of clients and their local steps, to be held against
-another implementation.
-"""
+"""Inputs and outputs of clients and their local steps, to compare with another implementation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,14 +21,14 @@ from fedloom.rounds.federation import Federation
 @recorders.register("steps")
 @dataclass(frozen=True)
 class Steps(Recorder):
-    """A trace: what goes into and comes out of every client and every local step of the rounds
-    `begin` to `end`.
+    """A trace of the inputs and outputs of every client and local step in rounds `begin` to `end`.
 
     `fedloom referee` compares it with the trace of another implementation. A round's file in
-    `recorded/` holds, of client 3, what it is sent and sends (`steps/3/in/model/fc.weight`,
-    `steps/3/out/...`), and of its local step 0 the `samples` (positions in the training data), the
-    `loss`, and the weights `before` and `after`; `steps/server/end/...` is the server's state after
-    the round. Steps are those of `Cohort.fit`.
+    `recorded/` contains, for client 3, the tensors that it receives and sends
+    (`steps/3/in/model/fc.weight`, `steps/3/out/...`). For its local step 0 it contains the
+    `samples` (positions in the training data), the `loss`, and the weights `before` and `after`.
+    `steps/server/end/...` is the server's state after the round. Steps are the steps of
+    `Cohort.fit`.
     """
 
     begin: Count = 1
@@ -60,7 +58,7 @@ class Steps(Recorder):
 
 
 class _Trace:
-    """The tensors of the round under way, by name, and the samples of its clients."""
+    """The tensors of the current round by name, and the samples of its clients."""
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -75,12 +73,12 @@ class _Trace:
         """Return the round so far. The server's state after it is added to the same tensors."""
         if number != self.number:
             return None
-        self.number = 0  # a round that is repeated begins anew
+        self.number = 0  # a repeated round starts a new trace
         value = {"clients": list(self.sizes), "sizes": list(self.sizes.values())}
         return Measurement(value, self.tensors)
 
     def add(self, name: str, rows: Mapping[str, Tensor]) -> None:
-        """Add rows, tensor by tensor where one is of the whole model or of all its parameters."""
+        """Add rows, split into tensors if a row covers the whole model or all its parameters."""
         layout = self.context.task.layout
         for key, row in ((key, row) for key, row in rows.items() if not key.startswith("@")):
             copied = row.detach().clone()
@@ -93,7 +91,7 @@ class _Trace:
                 self.tensors[f"{name}/{key}"] = copied
 
     def watched(self, work: Work, cohort: Cohort, inbox: Message) -> Message:
-        """Let the clients work, and add what goes in and comes out."""
+        """Let the clients work, and add their inputs and outputs."""
         if cohort.round.number != self.number:
             self._begin(cohort.round.number)
         names = [self.context.numbers[client] for client in cohort.clients]
@@ -140,9 +138,7 @@ class _Trace:
         return reply
 
     def _samples(self, client: int, index: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return the positions of a batch's samples; nothing where the client trains on others than
-        its own.
-        """
+        """Return the positions of a batch's samples; empty if the client trains on other data."""
         task = self.context.task
         positions = torch.from_numpy(task.partition[client])
         chosen = positions[index.cpu().clamp(max=len(positions) - 1)]

@@ -20,21 +20,20 @@ from fedloom.recording.recorder import (
 )
 
 MARGIN = 0.2  # width of the surface beyond the path on each side, as a share of the path's extent
-# a second component whose singular value is below this share of the first is rounding, not a
-# direction
+# a second singular value below this share of the first is due to rounding, not a direction
 FLAT = 1e-6
 
 
 @recorders.register("trajectory")
 @dataclass(frozen=True)
 class Trajectory(Recorder):
-    """The trained models of `client` in the rounds `first` to `last`, and its local loss in the
-    plane of their main directions.
+    """The trained models of `client` in rounds `first` to `last`, and its local loss in their plane.
 
     After the run: the models' trainable parameters in the plane of their two principal components
     (`principal_plane`), and the client's mean training loss in evaluation mode on `grid` x `grid`
-    points of that plane, which reach 20 % beyond the path on each side. Floating-point buffers are,
-    on the grid, the mean of the recorded models'. `last`: by default the last round.
+    points of that plane, which reach 20 % beyond the path on each side. On the grid, floating-point
+    buffers are the mean over the recorded models. `last` is by default the last round.
+
     Source: Zhang et al. 2023 (FedALA), figure 4.
     """
 
@@ -95,8 +94,19 @@ def surroundings(
     client: int,
     context: RunContext,
 ) -> dict[str, Any]:
-    """Return the variance that the plane explains, a grid `x`, `y` around its points, and the loss
-    on it, a line for each y.
+    """Return the loss on a grid around the points of a plane.
+
+    Args:
+        plane: The plane.
+        grid: Number of grid points in each direction.
+        model: A model `[P]` with the buffers for the grid.
+        integers: Integer buffers of the model.
+        client: The user's number of the client.
+        context: The run.
+
+    Returns:
+        The variance that the plane explains (`explained`), the grid (`x`, `y`), and the loss on it
+            (`surface`), a line for each y.
     """
     index, trainable = context.client(client), context.task.layout.trainable
     low, high = plane.points.amin(0), plane.points.amax(0)
@@ -118,8 +128,13 @@ def surroundings(
 
 
 class Plane(NamedTuple):
-    """A plane in float64: `centre [D]`, orthonormal `axes [2, D]`, coordinates `points [n, 2]`,
-    variance explained `[2]`.
+    """A plane in float64.
+
+    Attributes:
+        centre: Mean of the points, `[D]`.
+        axes: Orthonormal axes, `[2, D]`.
+        points: Coordinates of the points, `[n, 2]`.
+        explained: Share of the variance that each axis explains, `[2]`.
     """
 
     centre: Tensor
@@ -129,11 +144,10 @@ class Plane(NamedTuple):
 
 
 def principal_plane(rows: Tensor) -> Plane | None:
-    """Return the first two principal components of `rows [n, D]`; None where the rows span no
-    plane.
+    """Return the first two principal components of `rows [n, D]`; None if rows span no plane.
 
-    X = rows - mean = U S V^T; axes = the first two rows of V^T, points = X V. Each axis points
-    where its largest entry by magnitude is positive, so that the signs are settled.
+    X = rows - mean = U S V^T; axes = the first two rows of V^T, points = X V. Each axis has the
+    sign that makes its entry of largest magnitude positive, so that signs are unique.
     """
     if len(rows) < 3:
         return None
