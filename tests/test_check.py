@@ -182,13 +182,11 @@ def said_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 @pytest.mark.usefixtures("folder")
 def test_the_command_names_each_mistake_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = said_by(capsys, "check", "umf(my_own:HalfStep(step=0.9))")
-    assert (code, text.splitlines()[0]) == (0, "umf(my_own:HalfStep(step=0.9)): nothing to mend")
+    assert (code, text.splitlines()[0]) == (0, "umf(my_own:HalfStep(step=0.9)): nothing to fix")
     assert "remembered by a client: 212 B" in text
     code, text = said_by(capsys, "check", "my_own:Forgetful")
     assert code == 1
-    assert text.startswith(
-        "my_own:Forgetful: 1 to mend\n  my_own.py:13: Forgetful.train of client "
-    )
+    assert text.startswith("my_own:Forgetful: 1 to fix\n  my_own.py:13: Forgetful.train of client ")
     assert said_by(capsys, "check", "my_own:HalfStop") == (
         2,
         "fedloom: algorithm 'my_own:HalfStop': module 'my_own' has no 'HalfStop': did you mean 'HalfStep'?\n",

@@ -160,7 +160,7 @@ def test_runs_go_side_by_side_without_being_told_with_the_same_results(
     assert code == 0, err
     assert (
         err.splitlines()[0]
-        == "up to 2 runs at a time, threads of each: 1 (workers=1: one after another)"
+        == "up to 2 runs at a time, threads per run: 1 (workers=1: one after another)"
     )
     code, out_serial, err = fed(*command, "directory=apart")
     assert code == 0, err

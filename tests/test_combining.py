@@ -97,8 +97,8 @@ def test_what_is_shown_is_what_build_accepts(first: str, second: str) -> None:
 def test_the_command_prints_orders_moments_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithms", "umf", "--with", "sparse"]) == 0
     assert capsys.readouterr().out == (
-        "sparse(umf(fedavg)): fits\n    sparse  upload\n    umf     selection, local training\n"
-        "umf(sparse(fedavg)): fits\n    umf     selection, local training\n    sparse  upload\n"
+        "sparse(umf(fedavg)): accepted\n    sparse  upload\n    umf     selection, local training\n"
+        "umf(sparse(fedavg)): accepted\n    umf     selection, local training\n    sparse  upload\n"
     )
     assert main(["algorithms", "fedmr", "--with", "robust"]) == 0
     assert capsys.readouterr().out == (

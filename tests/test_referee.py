@@ -95,8 +95,8 @@ def test_a_planted_mistake_is_named(
     location, cause = NAMED[method, mistake]
     assert main(["referee", str(folder), str(tmp_path / "loop")]) == 1
     printed = capsys.readouterr().out
-    assert re.search(f"they part in {location}", printed), printed
-    assert re.search(cause, printed.partition("often means")[2]), printed
+    assert re.search(f"they differ in {location}", printed), printed
+    assert re.search(cause, printed.partition("frequent causes")[2]), printed
 
 
 @pytest.mark.parametrize("engine", ["rows", "stacked"])

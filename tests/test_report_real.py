@@ -339,7 +339,7 @@ def test_folders_without_runs_are_refused(
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert main(["report", str(tmp_path)]) == 2
     missing, empty = capsys.readouterr().err.splitlines()
-    assert missing.endswith("nowhere is not there: give a folder of runs")
+    assert missing.endswith("nowhere does not exist: give a folder of runs")
     assert "holds no run: give the folder of a run or of a comparison" in empty
 
 

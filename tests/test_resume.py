@@ -164,7 +164,7 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(
     command.send(signal.SIGINT)
     code, output = command.wait()
     assert code == 130
-    assert output.splitlines()[-1] == "fedloom: stopped; to go on: fedloom run job.toml"
+    assert output.splitlines()[-1] == "fedloom: stopped; to continue: fedloom run job.toml"
     assert "Traceback" not in output
     finished = rounds_written(server.folder)
     # nothing is computed twice

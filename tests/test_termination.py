@@ -120,7 +120,7 @@ def test_sigterm_saves_the_last_finished_round(
         output = process.stdout.read()
         assert process.wait() == 130, output
     assert time.monotonic() - began < 15
-    assert "to go on: fedloom" in output.splitlines()[-1]
+    assert "to continue: fedloom" in output.splitlines()[-1]
     assert "Traceback" not in output
     assert gone(workers, 10)
     for path in logs(tmp_path):

@@ -335,7 +335,7 @@ def test_the_command_serves_until_it_is_interrupted(
         finally:
             process.kill()
     assert main(["watch", "nowhere"]) == 2
-    assert capsys.readouterr().err == "fedloom: nowhere is not there: give a folder of runs\n"
+    assert capsys.readouterr().err == "fedloom: nowhere does not exist: give a folder of runs\n"
 
 
 def test_readers_that_never_read_hold_a_bounded_number_of_pages(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The command line.
 
-Errors are one line on stderr. The exit code is 2 for a mistake in the input, 1 where a run failed
-or the disk is full, and 130 after Ctrl-C or SIGTERM.
+Errors are one line on stderr. The exit code is 2 for a mistake in the input, 1 if a run failed or
+the disk is full, and 130 after Ctrl-C or SIGTERM.
 """
 
 import io
@@ -31,7 +31,7 @@ from fedloom.cli.options import RunsFailed, resuming_command, short_help
 from fedloom.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
 from fedloom.rounds.termination import sigterm_interrupts
 
-# In the order in which --help lists them. A command's heavy imports stand inside its function.
+# In the order of --help. A command's heavy imports are inside its function.
 commands: tuple[Callable[..., Any], ...] = (
     running.run,
     running.compare,
@@ -47,19 +47,15 @@ commands: tuple[Callable[..., Any], ...] = (
     predicting.predict,
     predicting.export,
     listing.algorithms,
-    listing.command("models", "List the models, or describe the one called NAME."),
-    listing.command("datasets", "List the data sets, or describe the one called NAME."),
-    listing.command(
-        "partitions", "List the ways to share data out to clients, or describe the one called NAME."
-    ),
-    listing.command(
-        "objectives", "List what models can learn, or describe the objective called NAME."
-    ),
+    listing.command("models", "List the models, or describe NAME."),
+    listing.command("datasets", "List the data sets, or describe NAME."),
+    listing.command("partitions", "List the ways to divide data among clients, or describe NAME."),
+    listing.command("objectives", "List the objectives that models can learn, or describe NAME."),
     listing.schema,
 )
 
 _LONGEST_LINE = 2000
-"""Characters of an error, at most: what is quoted in it is shorter, but a path may be long."""
+"""Largest number of characters of an error: quoted values are shorter, but a path may be long."""
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
@@ -74,22 +70,24 @@ app.add_typer(federation_files.app)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # PyTorch's threads read it once, at its import: those that wait for the others give up their
-    # core instead of spinning on it.
+    # PyTorch reads it once, at its import: waiting threads then give up their core instead of
+    # spinning.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may know ASCII only
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may support only ASCII
             stream.reconfigure(errors="replace")
     try:
         with sigterm_interrupts():
             code = app(words, prog_name="fedloom", standalone_mode=False, obj=words)
         if code == 130:  # a KeyboardInterrupt
             resumes = words[0] in ("run", "compare", "tune", "reproduce", "replay")
-            _print_error(f"stopped; to go on: {resuming_command(words)}" if resumes else "stopped")
+            _print_error(
+                f"stopped; to continue: {resuming_command(words)}" if resumes else "stopped"
+            )
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         if "\n" in error.format_message():
-            error.show()  # called without anything: the help
+            error.show()  # without arguments: the help
         else:
             # typer and click each add the same suggestion
             text = re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message())
@@ -135,4 +133,4 @@ def _options(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Federated learning on clients whose data differ: train, compare and look up methods."""
+    """Federated learning on clients with different data: train, compare and look up methods."""

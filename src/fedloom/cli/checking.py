@@ -12,12 +12,12 @@ Subject = Annotated[str, typer.Argument(metavar="METHOD|FILE.toml", hidden=True)
 
 
 def check(subject: Subject, overrides: Overrides = None) -> None:
-    """Try a method in a few tiny rounds, and say what is wrong with it.
+    """Test a method in a few tiny rounds, and report its mistakes.
 
-    METHOD is a name, a class of your own, or an expression: my_methods:HalfStep,
-    "umf(my_methods:HalfStep(step=0.9))". FILE.toml is a configuration, whose methods are tried on a
-    small part of its task; KEY=VALUE changes one of its keys. Each finding names the line and how
-    to mend it. The exit code is 1 where there are any.
+    METHOD is a name, your own class, or an expression: my_methods:HalfStep,
+    "umf(my_methods:HalfStep(step=0.9))". FILE.toml is a configuration; its methods are tested on a
+    small part of its task, and KEY=VALUE changes one of its keys. Each finding names the line and a
+    remedy. The exit code is 1 if there are findings.
     """
     from fedloom.report.units import byte_text
     from fedloom.reviews.checker.check import examine
@@ -37,9 +37,9 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
         results = [examine(subject)]
     for result in results:
         count = len(result.findings)
-        print(f"{result.method}: {f'{count} to mend' if count else 'nothing to mend'}")
+        print(f"{result.method}: {f'{count} to fix' if count else 'nothing to fix'}")
         for finding in result.findings:
-            print(f"  {finding.location or 'somewhere'}: {finding.problem}")
+            print(f"  {finding.location or 'unknown line'}: {finding.problem}")
             if finding.remedy:
                 print(f"      {finding.remedy}")
         if result.sizes:
@@ -54,14 +54,14 @@ def referee(
     a: Annotated[Path, typer.Argument(metavar="A", hidden=True)],
     b: Annotated[Path, typer.Argument(metavar="B", hidden=True)],
     tolerance: Annotated[
-        float, option(help="Share of a tensor's way that may differ, 0.001 by default.")
+        float, option(help="Allowed difference as a share of a tensor's change, 0.001 by default.")
     ] = 1e-3,
 ) -> None:
-    """Say where another implementation of a method parts from fedloom's.
+    """Find where another implementation of a method differs from fedloom's.
 
-    A and B hold traces: a run with record=["steps"], and what the other program wrote. The first
-    round, client, step and tensor that differ are named, and what that often means. The exit code
-    is 1 where there are any.
+    A and B are traces: a run with record=["steps"], and the trace of the other program. The first
+    round, client, step and tensor that differ are named, with frequent causes. The exit code is 1
+    if the traces differ.
     """
     from fedloom.reviews.evidence.referee import compare
     from fedloom.reviews.evidence.trace import Trace
@@ -76,8 +76,8 @@ def referee(
         print(f"not compared, since only one has it: {one_line(', '.join(sorted(single)))}")
     if difference := compare(*traces, tolerance):
         print(
-            f"they part in {one_line(difference[0])}\n  {one_line(difference[1])}",
-            "what that often means:",
+            f"they differ in {one_line(difference[0])}\n  {one_line(difference[1])}",
+            "frequent causes:",
             *map(one_line, difference[2:]),
             sep="\n  ",
         )

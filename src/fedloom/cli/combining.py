@@ -1,6 +1,4 @@
-"""`fedloom algorithms X --with Y`: how two methods combine, and in which moments of a round their
-parts act.
-"""
+"""`fedloom algorithms X --with Y`: how two methods combine, and when their parts act in a round."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +19,10 @@ from fedloom.randomness import stream
 from fedloom.records import Plan
 
 INNERMOST = ("fedavg", "fedavg(weighted=false)", "fedmr")
-"""Algorithms inside parts that are given without one; the first that fits is shown."""
+"""Algorithms for parts that are given without one; the first accepted one is shown."""
 
 EXAMPLES = {"noise": 0.8, "radius": 1.0}
-"""Values of parameters without which some parts cannot be made."""
+"""Values of parameters that some parts require."""
 
 CLIENTS, PARTICIPANTS, ROUNDS = 20, 10, 20
 
@@ -35,8 +33,8 @@ class Combination:
 
     Attributes:
         expression: Its text.
-        reason: Why it is refused; "" if it is accepted.
-        moments: The moments in which each of its parts acts, by name.
+        reason: The reason why it is refused; "" if it is accepted.
+        moments: The moments of a round in which each part acts, by the part's name.
     """
 
     expression: str
@@ -47,16 +45,16 @@ class Combination:
 def combinations(first: str, second: str) -> Iterator[Combination]:
     """Yield the ways to combine two methods.
 
-    A part goes around the other method and, if that has parts, inside them. Two methods without a
-    free place become stages.
+    A part is placed around the other method and, if that method has parts, inside them. Two methods
+    without a free place become stages.
 
     Args:
         first: A name or an expression. A part may lack its method, as in `sparse(share=0.1)`.
-        second: Another one.
+        second: A name or an expression, likewise.
 
     Raises:
-        UnknownName: If nothing is registered under a name.
-        InvalidValue: If one of the two cannot be made by itself.
+        UnknownName: A name is not registered.
+        InvalidValue: One of the two cannot be built on its own.
     """
     calls = [_completed(parse(first)), _completed(parse(second))]
     fitting = [_fitting_plans(call) for call in calls]
@@ -83,7 +81,7 @@ def _candidates(first: Call, second: Call) -> Iterator[list[Call]]:
 
 
 def _judged(candidates: Sequence[Call], plans: Sequence[Plan]) -> Combination:
-    """Return the first candidate that is accepted, or the first one with the reason against it."""
+    """Return the first accepted candidate, or the first candidate with the reason against it."""
     sound = [call for call in candidates if _builds(_innermost_part(call))] or candidates
     reasons = {str(call).replace(":'auto'", ":auto"): _refusal(call, plans) for call in sound}
     for expression, reason in reasons.items():
@@ -97,7 +95,7 @@ def _judged(candidates: Sequence[Call], plans: Sequence[Plan]) -> Combination:
 
 
 def _completed(call: Call) -> Call:
-    """Return a call with example values for parameters without which it cannot be made."""
+    """Return a call with example values for parameters that it requires."""
     parameters = {} if ":" in call.name else algorithms[call.name].parameters
     named = dict(call.named)
     for name, value in EXAMPLES.items():
@@ -113,7 +111,7 @@ def _completed(call: Call) -> Call:
 
 
 def _is_open(call: Call) -> bool:
-    """Return True for a part that is given without its method."""
+    """Return True for a part without its method."""
     if call.name == "stages":
         return not call.positional
     takes = ":" not in call.name and "method" in algorithms[call.name].parameters
@@ -121,7 +119,7 @@ def _is_open(call: Call) -> bool:
 
 
 def _method(call: Call) -> Call | None:
-    """Return the method inside a part, as it is written; None for algorithms and open parts."""
+    """Return the method inside a part as written; None for algorithms and open parts."""
     if (
         ":" in call.name
         or "method" not in algorithms[call.name].parameters
@@ -155,7 +153,7 @@ def _staged(first: Call, then: Call, stages: Call) -> Call:
 
 
 def _closed(call: Call) -> list[Call]:
-    """Return a whole method as it is, and an open part around each of the innermost algorithms."""
+    """Return a complete method unchanged, or an open part around each innermost algorithm."""
     if not _is_open(call):
         return [call]
     return [_filled(call, parse(text)) for text in INNERMOST]
@@ -173,11 +171,14 @@ def _innermost_part(call: Call) -> Call:
     return call if method is None or _method(method) is None else _innermost_part(method)
 
 
-# --- what is accepted ---
+# --- accepted expressions ---
 
 
 def _fitting_plans(call: Call) -> list[Plan]:
-    """Return the plans that accept a method by itself. Raises the error of one that cannot be made."""
+    """Return the plans that accept a method on its own.
+
+    Raises its error if the method cannot be built.
+    """
     methods = [method for method in _closed(call) if _builds(method)]
     if not methods:
         build(_closed(call)[0])
@@ -193,7 +194,7 @@ def _builds(call: Call) -> bool:
 
 
 def _refusal(call: Call, plans: Sequence[Plan]) -> str:
-    """Return why the first plan refuses an expression, or "" if one of the plans accepts it."""
+    """Return the reason why the first plan refuses an expression, or "" if a plan accepts it."""
     reasons = []
     for plan in plans:
         try:

@@ -1,4 +1,4 @@
-"""`fedloom flower keys` and `fedloom flower init`: what real sites need."""
+"""`fedloom flower keys` and `fedloom flower init`: files for real sites."""
 
 import json
 import os
@@ -24,34 +24,34 @@ app = typer.Typer(
 
 def keys(
     folder: Folder,
-    sites: Annotated[int | None, typer.Option(help="How many sites there are.")] = None,
+    sites: Annotated[int | None, typer.Option(help="Number of sites.")] = None,
     host: Annotated[
         list[str] | None, option(metavar="NAME", help="A name or address of the server.")
     ] = None,
     days: Annotated[
-        int, option(help="Days that the server's certificate is good for, 825 by default.")
+        int, option(help="Days for which the server's certificate is valid, 825 by default.")
     ] = 825,
 ) -> None:
     """Make the keys of a federation in DIR: one folder for the server and one for each site.
 
-    Keys that are there are kept, so the same command with more sites adds what is missing.
+    Existing keys are not changed, so the same command with more sites adds the missing keys.
     """
     from fedloom.sites.keys import make_keys
 
     if sites is None:
-        raise InvalidValue("how many sites? Give --sites, such as --sites 3")
+        raise InvalidValue("the number of sites is missing: give --sites, such as --sites 3")
     keys = make_keys(folder, sites, host or [], days)
     folders = f"{keys.site(0)} ... {keys.site(keys.sites - 1)}" if keys.sites > 1 else keys.site(0)
     print(f"{len(keys.written)} files made in {keys.folder}")
     print(
-        f"  {keys.authority_key.parent}: signs certificates; keep it away from every machine of the federation"
+        f"  {keys.authority_key.parent}: signs certificates; do not copy it to a machine of the federation"
     )
     print(
-        f"  {keys.server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)"
+        f"  {keys.server}: for the server's machine (ca.crt, server.crt, server.key, the sites' public keys)"
     )
-    print(f"  {folders}: each to its site alone (ca.crt, site.key, all public keys in peers.pub)")
+    print(f"  {folders}: each only for its site (ca.crt, site.key, all public keys in peers.pub)")
     hosts = ", ".join(("localhost", "127.0.0.1", *(host or ())))
-    print(f"The certificate is good for {hosts}. Files *.key are secrets.")
+    print(f"The certificate is valid for {hosts}. Files *.key are secrets.")
 
 
 def init(
@@ -63,8 +63,8 @@ def init(
     """Write a Flower app into DIR that trains a configuration over real sites.
 
     FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as algorithm=fedavg or
-    data.clients=5, the number of sites. Without a file it is an example with three sites. The app's
-    README.md says how to go on.
+    data.clients=5, the number of sites. Without a file, an example with three sites is written. The
+    app's README.md describes the next steps.
     """
     from fedloom.sites.template import write_app
 
@@ -74,18 +74,24 @@ def init(
     print(
         f"{folder}: {plan.algorithm} on {plan.data.name} over {plan.data.clients} sites, {plan.rounds} rounds"
     )
-    print(f"how to go on: {folder / 'README.md'}")
+    print(f"next steps: {folder / 'README.md'}")
 
 
 def run_app(folder: Path, config: Mapping[str, Any]) -> None:
-    """Run the app in a folder by Flower's `flwr`, with these values of its run configuration, and
-    show what the server says.
+    """Run the app in a folder by Flower's `flwr`, and show the output of the server.
+
+    Args:
+        folder: Folder of the app.
+        config: Values of its run configuration.
+
+    Raises:
+        MissingExtra: `flwr` is not installed.
     """
     program = shutil.which(
         "flwr", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     )
     if program is None:
-        raise MissingExtra("flwr", "flower", "asking sites")
+        raise MissingExtra("flwr", "flower", "a request to sites")
     values = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
     if code := subprocess.call([program, "run", str(folder), "--stream", "--run-config", values]):
         raise typer.Exit(code)

@@ -1,8 +1,7 @@
-"""`fedloom algorithms`, `models` and the like, which list the entries of a registry or describe
-one, and `fedloom schema`.
+"""`fedloom algorithms`, `models` and other commands that list a registry, and `fedloom schema`.
 
-The text is taken from the docstrings and kept in `listings.json`, so that the commands need not
-import PyTorch. After a change of a docstring run `python docs/generate/listings.py`.
+The texts are the docstrings, stored in `listings.json`, so that the commands need not import
+PyTorch. After a change of a docstring run `python docs/generate/listings.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 Schemed = Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", hidden=True)]
 
 With = Annotated[
-    str | None, option("--with", metavar="Y", help="How NAME and Y combine, in both orders.")
+    str | None, option("--with", metavar="Y", help="Show how NAME and Y combine, in both orders.")
 ]
 
 SCHEMA = "fedloom.schema.json"
@@ -46,9 +45,7 @@ KINDS = {
 """Name of one entry of each kind, and the module of the registry."""
 
 Listed = dict[str, dict[str, Any]]
-"""For each name its family, parameters with defaults, the docstring, and the parameters'
-descriptions.
-"""
+"""Family, parameters with defaults, docstring and parameter descriptions of each name."""
 
 
 def command(kind: str, purpose: str) -> Callable[..., None]:
@@ -62,11 +59,11 @@ def command(kind: str, purpose: str) -> Callable[..., None]:
 
 
 def algorithms(name: Name = None, other: With = None) -> None:
-    """List the methods by family, or describe the one called NAME, with its parameters.
+    """List the methods by family, or describe NAME with its parameters.
 
     With another method or part, as in `fedloom algorithms fedavg --with "sparse(share=0.1)"`, it
-    prints which expressions of the two are accepted, in which moments of a round their parts act,
-    and why an expression is refused.
+    prints the accepted expressions of the two, the moments of a round in which their parts act, and
+    the reason why an expression is refused.
     """
     if other is None:
         _list("algorithms", name)
@@ -77,8 +74,7 @@ def algorithms(name: Name = None, other: With = None) -> None:
 
 
 def schema(file: Schemed = None) -> None:
-    """Print the JSON schema of configuration files, or let FILE.toml name it, for an editor that
-    completes its keys.
+    """Print the JSON schema of configuration files, for editors that complete keys.
 
     With FILE.toml the schema is written beside it, as fedloom.schema.json, and the file's first
     line names it.
@@ -119,7 +115,7 @@ def registered(kind: str) -> Listed:
 
 
 def signature(entry: Entry[Any]) -> list[str]:
-    """Return each parameter with its default, as a configuration writes it."""
+    """Return each parameter with its default, in the form of a configuration."""
     if getattr(entry.make, "variadic", False):
         return ["method:last round, ..., method"]
     return [_parameter(name, parameter) for name, parameter in entry.parameters.items()]
@@ -137,16 +133,14 @@ def _parameter(name: str, parameter: inspect.Parameter) -> str:
 
 
 def _print_combinations(first: str, second: str) -> None:
-    """Print each expression of two methods with the moments of its parts, or with the reason
-    against it.
-    """
+    """Print each expression of two methods with its parts' moments, or the reason against it."""
     from fedloom.cli.combining import combinations
 
     for combination in combinations(first, second):
         if combination.reason:
             print(f"{combination.expression}: refused\n    {combination.reason}")
             continue
-        print(f"{combination.expression}: fits")
+        print(f"{combination.expression}: accepted")
         width = max(map(len, combination.moments), default=0)
         for name, moments in combination.moments.items():
             print(f"    {name:{width}}  {', '.join(moments)}")

@@ -1,6 +1,4 @@
-"""What several commands share: arguments, progress on stderr, and a Ctrl-C that lets the round
-finish.
-"""
+"""Arguments that several commands share, progress on stderr, and a graceful Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,17 +21,17 @@ if TYPE_CHECKING:
     from fedloom.runs.progress import Display, Rounds
 
 option = partial(typer.Option, show_default=False)
-"""An option whose help names its default: typer would escape the brackets around it."""
+"""An option with its default in its help text: typer would escape the brackets around it."""
 
-# The help of each command says what its arguments are: not every version of click shows theirs.
+# The help of each command describes its arguments: not every version of click shows them.
 File = Annotated[Path, typer.Argument(metavar="FILE.toml", hidden=True)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Start again, also where a run is finished.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only the result.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start again, also after a finished run.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result, no progress.")]
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
 Places = Annotated[
-    list[str] | None, typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies.")
+    list[str] | None, typer.Option("--data", metavar="NAME=FOLDER", help="Folder of a data set.")
 ]
 
 
@@ -42,26 +40,32 @@ class RunsFailed(FedloomError):
 
 
 def require_finished(failed: Mapping[RunName, str], runs: int) -> None:
-    """Raise `RunsFailed`, with the first reason, where any of the runs failed."""
+    """Raise `RunsFailed`, with the first reason, if any of the runs failed."""
     for name, reason in failed.items():
         raise RunsFailed(f"{len(failed)} of {runs} runs failed, the first ({name}): {reason}")
 
 
 def resuming_command(arguments: Sequence[str]) -> str:
-    """Return the command that resumes this one: the same, but never from the start."""
+    """Return the command that resumes this one: the same without a fresh start."""
     dropped = ("--fresh", "--quiet", "-q")
     return shlex.join(["fedloom", *(argument for argument in arguments if argument not in dropped)])
 
 
 def this_command() -> str:
-    """Return the command under way, as it resumes, for its report."""
+    """Return the current command in its resuming form, for its report."""
     return resuming_command(click.get_current_context().obj)
 
 
 @contextmanager
 def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Callable[[], bool]]]:
-    """Yield a display on stderr, and a function that says whether Ctrl-C asked to stop after the
-    round.
+    """Yield a display on stderr, and a function that returns True after a first Ctrl-C.
+
+    The command then stops after the round. A second Ctrl-C stops at once.
+
+    Args:
+        runs: Number of runs.
+        rounds: Number of rounds, of all runs or by run.
+        quiet: Show no progress.
     """
     from fedloom.runs.progress import progress
 
@@ -86,8 +90,9 @@ def short_help(command: Callable[..., Any]) -> str:
 
 
 def folders_of(texts: Sequence[str] | None) -> dict[str, str]:
-    """Return `--data mnist=FOLDER` by name, as absolute paths, so that runs are found from
-    anywhere.
+    """Return `--data mnist=FOLDER` by name, as absolute paths.
+
+    With absolute paths, runs can be resumed from any folder.
     """
     folders = {}
     for text in texts or ():

@@ -1,4 +1,4 @@
-"""`fedloom predict` and `fedloom export`: a trained model in use."""
+"""`fedloom predict` and `fedloom export`: use of a trained model."""
 
 import sys
 from pathlib import Path
@@ -12,17 +12,17 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", hidden=True)]
 Data = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
 To = Annotated[
     Path | None,
-    typer.Option("--to", metavar="OUT", help="A .csv, .parquet or .npz file, by default CSV."),
+    typer.Option("--to", metavar="OUT", help="A .csv, .parquet or .npz file; else CSV to stdout."),
 ]
 Client = Annotated[
     int | None,
-    typer.Option("--client", metavar="N", help="Predict by the personal model of client N."),
+    typer.Option("--client", metavar="N", help="Use the personal model of client N."),
 ]
 Probabilities = Annotated[
     bool, typer.Option("--probabilities", help="Also write the probability of each class.")
 ]
 Tokens = Annotated[
-    int, option(metavar="N", help="Tokens that follow each text, of such a model: 100 by default.")
+    int, option(metavar="N", help="Tokens to generate after each text, 100 by default.")
 ]
 Formats = Annotated[
     str,
@@ -43,9 +43,9 @@ def predict(
 ) -> None:
     """Predict new samples by the model of a finished run.
 
-    RUN is the folder of the run, FILE a .csv or .parquet file with the columns of the training data
-    in any order; a picture or a folder of them; a .txt file with a text a line; or an .npz file
-    with the array inputs. Predictions follow the columns of FILE.
+    RUN is the folder of the run. FILE is a .csv or .parquet file with the columns of the training
+    data in any order; a picture or a folder of pictures; a .txt file with one text per line; or an
+    .npz file with the array inputs. Predictions follow the columns of FILE.
     """
     from fedloom.serving.prediction_files import predict_file
     from fedloom.serving.predictor import load
@@ -60,7 +60,7 @@ def predict(
 def export(run: Run, to: Formats = "onnx", output: Output = None, client: Client = None) -> None:
     """Export the model of a finished run, checked on the same samples, for another program.
 
-    RUN is the folder of the run. The file holds the preprocessing as JSON in its metadata; ONNX
+    RUN is the folder of the run. The file contains the preprocessing as JSON in its metadata; ONNX
     needs the extra `onnx`.
     """
     from fedloom.config.fields import require_one_of

@@ -1,4 +1,4 @@
-"""`fedloom bundle` and `fedloom replay`: results that somebody else can check."""
+"""`fedloom bundle` and `fedloom replay`: results that others can check."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 BundleFile = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
 Trust = Annotated[
-    bool, typer.Option("--trust-code", help="Run the bundle's own code, which is shown without it.")
+    bool, typer.Option("--trust-code", help="Run the code in the bundle instead of showing it.")
 ]
 
 
 def bundle(
     folder: Folder,
-    to: Annotated[Path | None, option(help="The file, by default named like DIR.")] = None,
+    to: Annotated[Path | None, option(help="The file, by default DIR.zip.")] = None,
 ) -> None:
-    """Put runs into one file, which fedloom replay runs again and compares.
+    """Put runs into one file for fedloom replay, which runs them again and compares.
 
-    DIR holds a run, a comparison or a reproduced table, such as runs/digits or
-    runs/reproduce/fedumf.table-a2. The file has configurations, figures, final models and modules
-    of your own; of data only digests.
+    DIR contains a run, a comparison or a reproduced table, such as runs/digits or
+    runs/reproduce/fedumf.table-a2. The file has configurations, figures, final models and your own
+    modules; of data only digests.
     """
     from fedloom.report.units import byte_text
     from fedloom.reviews.evidence.bundle import write_bundle
@@ -46,19 +46,19 @@ def replay(
     file: BundleFile,
     data: Places = None,
     directory: Annotated[
-        Path | None, option(help="Where runs go: runs/replay/NAME by default.")
+        Path | None, option(help="Folder of the runs, runs/replay/NAME by default.")
     ] = None,
     trust_code: Trust = False,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Say what it would do and how long, and stop.")
+        bool, typer.Option("--estimate", help="Only print the plan and its duration.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a bundle again, and say cell by cell whether it gives the same.
+    """Run a bundle again, and compare the results cell by cell.
 
-    FILE is what fedloom bundle wrote. Data come from your folders (--data, or FEDLOOM_DATA);
-    nothing is downloaded. The exit code is 1 where a cell differs. The same command goes on after
-    an interruption.
+    FILE is the output of fedloom bundle. Data are read from your folders (--data, or FEDLOOM_DATA);
+    nothing is downloaded. The exit code is 1 if a cell differs. After an interruption, the same
+    command continues.
     """
     import os
     import sys
@@ -84,7 +84,7 @@ def replay(
                 sep="\n",
             )
         raise InvalidValue(
-            f"{file} runs code of its own ({', '.join(bundled.code)}): read it, then add --trust-code"
+            f"{file} contains code ({', '.join(bundled.code)}): read it, then add --trust-code"
         )
     if trust_code:
         sys.path[:0] = [str((folder / "bundle" / "code").resolve()), os.getcwd()]

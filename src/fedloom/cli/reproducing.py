@@ -1,4 +1,4 @@
-"""`fedloom reproduce`: the papers' tables and figures, listed and run."""
+"""`fedloom reproduce`: list and run the papers' tables and figures."""
 
 from __future__ import annotations
 
@@ -41,32 +41,33 @@ def reproduce(
     changes: Changes = None,
     rows: Rows = None,
     columns: Columns = None,
-    rounds: Annotated[int | None, option(help="At most so many rounds: partial results.")] = None,
+    rounds: Annotated[int | None, option(help="Most rounds, for partial results.")] = None,
     seeds: Annotated[
         str | None, option(metavar="0,1,2", help="Seeds instead of the paper's runs.")
     ] = None,
-    samples: Annotated[int | None, option(help="Only so many of the data's samples.")] = None,
+    samples: Annotated[int | None, option(help="Number of samples of the data to use.")] = None,
     data: Places = None,
     workers: Annotated[
-        int | None, option(help="Runs at a time: as many as there are cores by default.")
+        int | None, option(help="Runs at a time, by default the number of cores.")
     ] = None,
-    directory: Annotated[Path, option(help="Where results go: runs/reproduce by default.")] = Path(
+    directory: Annotated[Path, option(help="Folder of results, runs/reproduce by default.")] = Path(
         "runs/reproduce"
     ),
     hour: Annotated[
-        bool, option("--hour", help="Of a paper, what two cores check in about an hour.")
+        bool,
+        option("--hour", help="Run the part of a paper that two cores check in about an hour."),
     ] = False,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Say how long it would take, and stop.")
+        bool, typer.Option("--estimate", help="Only print the estimated duration.")
     ] = False,
     fresh: Fresh = False,
     quiet: Quiet = False,
 ) -> None:
     """Run the papers' tables and figures: fedloom reproduce [ID] [KEY=VALUE]...
 
-    Without ID, list them. A table's cells are run with the paper's protocol and shown beside what
-    the paper prints. KEY=VALUE changes a key of the configuration. The same command goes on after
-    an interruption; finished runs are never repeated.
+    Without ID, list them. A table's cells are run with the paper's protocol and shown beside the
+    printed numbers. KEY=VALUE changes a key of the configuration. After an interruption, the same
+    command continues; finished runs are never repeated.
     """
     from fedloom.reviews.papers.execute import require_data
     from fedloom.reviews.papers.library import exhibit, paper
@@ -146,12 +147,12 @@ def _print_estimate(plan: ReproducePlan) -> None:
     seconds, steps = sum(run.seconds for run in waiting) / busy, sum(run.steps for run in waiting)
     console.print(
         f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(len(plan.jobs))}{skipped}, {steps:,} local steps: "
-        f"about {time_text(seconds)} on this machine, if nothing else keeps its cores busy"
+        f"about {time_text(seconds)} on this machine, if its cores are otherwise idle"
         + (f", with {busy} workers" if busy > 1 else "")
     )
     if seconds > 600:
         console.print(
-            "less with --rounds, --seeds, --samples, --rows or --columns; results are then labelled PARTIAL"
+            "to reduce it: --rounds, --seeds, --samples, --rows or --columns; results are then labelled PARTIAL"
         )
 
 
@@ -191,11 +192,11 @@ def _list(folders: dict[str, str]) -> None:
     console.print(table)
     if missing:
         console.print(
-            f"In brackets: not at hand. Give --data NAME=FOLDER ({', '.join(missing)}), "
+            f"In brackets: data not found. Give --data NAME=FOLDER ({', '.join(missing)}), "
             "or set FEDLOOM_DATA to the folder of all data."
         )
     console.print(
-        "fedloom reproduce ID --estimate says how long one takes; docs/reproduce.md what the protocols are."
+        "fedloom reproduce ID --estimate prints the duration of one; docs/reproduce.md describes the protocols."
     )
 
 
@@ -204,5 +205,5 @@ def _numbers(text: str | None) -> list[int] | None:
         return None if text is None else [int(word) for word in text.split(",")]
     except ValueError:
         raise InvalidValue(
-            f"--seeds must be whole numbers with commas between them, not {quoted(text)}"
+            f"--seeds must be whole numbers separated by commas, not {quoted(text)}"
         ) from None

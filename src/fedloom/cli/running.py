@@ -12,7 +12,7 @@ from fedloom.cli.options import File, Fresh, Overrides, Quiet, require_finished,
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", help="Say what share of a large matrix product's speed training has."
+        "--verbose", help="Print the speed of training relative to a large matrix product."
     ),
 ]
 
@@ -28,7 +28,7 @@ def run(
 
     FILE.toml is the configuration; KEY=VALUE changes one of its keys, such as algorithm=fedmr or
     training.learning_rate=0.1. A rule chooses where clients train; engine=rows, stacked, processes
-    or ray names it. The same command goes on after an interruption; with more rounds=..., it
+    or ray sets it. After an interruption, the same command continues; with more rounds=..., it
     lengthens a run, finished or not.
     """
     from fedloom.config.expression import parse
@@ -83,7 +83,7 @@ def compare(
     FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as seeds=[0,1,2] or
     rounds=50, and settings.KEY=[...] compares in several settings, such as
     settings.data.partition=[iid,dirichlet(0.1)]. Every method has the same clients, samples and
-    initial models. The same command goes on after an interruption; with more rounds=..., it
+    initial models. After an interruption, the same command continues; with more rounds=..., it
     lengthens the runs, finished or not.
     """
     from fedloom.cli.terminal import print_tables
@@ -98,7 +98,7 @@ def compare(
         if (workers := configuration.runs_at_a_time) > 1:
             threads = threads_each(configuration, runs)
             watch.line(
-                f"up to {workers} runs at a time, threads of each: {threads} (workers=1: one after another)"
+                f"up to {workers} runs at a time, threads per run: {threads} (workers=1: one after another)"
             )
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
     sheets = comparison.result(failed).sheets

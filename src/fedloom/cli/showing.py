@@ -10,7 +10,7 @@ from fedloom.cli.options import File, Folder, Overrides, Quiet, option
 from fedloom.errors import InvalidValue, quoted
 
 Port = Annotated[
-    int, option(help="Where to listen, 8600 by default; 0: any free port.", min=0, max=65535)
+    int, option(help="Port of the page, 8600 by default; 0 for any free port.", min=0, max=65535)
 ]
 Images = Annotated[
     str,
@@ -25,16 +25,14 @@ Recorder = Annotated[
         metavar="LANDSCAPE", help="The loss around final models: landscape, or landscape(grid=31)."
     ),
 ]
-Smallest = Annotated[
-    int | None, option(help="Fewest rows of a client that a number tells of, 5 by default.")
-]
+Smallest = Annotated[int | None, option(help="Fewest rows of a client in a number, 5 by default.")]
 Bins = Annotated[int | None, option(help="Bins of a histogram, 32 by default.")]
 Bounds = Annotated[
     list[str] | None,
-    typer.Option(metavar="COLUMN=LOW,HIGH", help="Bounds of a column, as age=0,120."),
+    typer.Option(metavar="COLUMN=LOW,HIGH", help="Bounds of a column, such as age=0,120."),
 ]
 Epsilon = Annotated[
-    float | None, typer.Option(help="Add noise: all numbers cost a row that much privacy.")
+    float | None, typer.Option(help="Add noise: privacy that all numbers cost a row.")
 ]
 Delta = Annotated[
     float | None, option(help="Probability of a larger loss of privacy, 1e-5 by default.")
@@ -53,8 +51,8 @@ def report(
 ) -> None:
     """Write the report of a run or a comparison again, and its figures as images.
 
-    DIR holds a run or a comparison, such as runs/digits. Nothing is trained: all comes from what is
-    recorded there.
+    DIR contains a run or a comparison, such as runs/digits. Nothing is trained: the report uses
+    only recorded values.
     """
     from rich.console import Console
 
@@ -85,16 +83,16 @@ def report(
 
 
 def watch(folder: Folder, port: Port = 8600) -> None:
-    """Show runs in the browser while they go on.
+    """Show runs in the browser while they train.
 
-    DIR holds runs, such as runs/digits, or all of runs. The page follows them by itself; only this
-    machine can see it. Ctrl-C ends it.
+    DIR contains runs, such as runs/digits, or is runs. The page updates itself; only this machine
+    can open it. Ctrl-C ends it.
     """
     from fedloom.study.watch.serve import Server
 
     if not folder.is_dir():
         raise InvalidValue(
-            f"{folder} is {'no folder' if folder.exists() else 'not there'}: give a folder of runs"
+            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: give a folder of runs"
         )
     server = Server(folder, port)
     print(f"{folder}: {server.url}", flush=True)
@@ -115,9 +113,9 @@ def statistics(
     """Show statistics of the clients' data, before training.
 
     FILE.toml is the configuration, KEY=VALUE changes one of its keys; or it is the folder of a
-    Flower app, whose sites are asked. Rows, means, deviations, categories and quantiles are
-    computed where the data are, and only summed; what fewer than --smallest rows of a client say is
-    left out.
+    Flower app, to request statistics from its sites. Rows, means, deviations, categories and
+    quantiles are computed where the data are, and only sums leave them. Values of fewer than
+    --smallest rows of a client are left out.
     """
     from rich.console import Console
 
@@ -132,7 +130,7 @@ def statistics(
     if file.is_dir():
         if output or overrides:
             raise InvalidValue(
-                "--output and KEY=VALUE are of one machine: sites write into the server's output"
+                "--output and KEY=VALUE are for one machine: with sites, see the server's output folder"
             )
         run_app(file, settings | {"bounds": "; ".join(bounds or []), "only": "statistics"})
         return

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     import pandas
 
 _SHORTEST, _LONGEST = 8, 24
-"""Columns of a terminal that a method's name takes at least, and at most beside its accuracies in
-all settings.
-"""
+"""Terminal columns for a method's name: at least, and at most beside its accuracies."""
 
 
 def print_tables(sheets: Sequence[Sheet]) -> None:
@@ -48,16 +46,18 @@ def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
 
 
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
-    """Return one measure of every method in every setting, as many settings side by side as the
-    terminal has room for.
+    """Return one measure of every method in every setting.
+
+    Settings are side by side, as far as the terminal has room.
     """
     table = overall(sheets)
     return _fitting(table, width - min(_sizes(table)[0], _LONGEST), caption(sheets))
 
 
 def _fitting(table: "pandas.DataFrame", room: int, caption: str = "") -> list[Table]:
-    """Divide the table by the `room` beside the methods' names, with the caption below the bottom
-    table.
+    """Divide a table into tables that fit into `room`, the columns beside the methods' names.
+
+    The last table has the caption.
     """
     sizes, blocks = _sizes(table), [[0]]
     for k, size in enumerate(sizes[1:], start=1):
@@ -71,7 +71,7 @@ def _fitting(table: "pandas.DataFrame", room: int, caption: str = "") -> list[Ta
 
 
 def _sizes(table: "pandas.DataFrame") -> list[int]:
-    """Return the columns of a terminal that each column takes, its title on several lines."""
+    """Return the terminal columns of each table column, with its title on several lines."""
     return [
         max(map(len, [*column.title.split(), *map(str, cells)])) + 2
         for column, cells in table.items()
@@ -79,9 +79,7 @@ def _sizes(table: "pandas.DataFrame") -> list[int]:
 
 
 def difference_tables(sheet: Sheet, width: int) -> list[Table]:
-    """Return the differences of the sheet's measure from the reference, with the corrected p of
-    both tests.
-    """
+    """Return the differences from the reference, with the corrected p of both tests."""
     title, table = sheet.differences
     return _fitting(table, width - _SHORTEST - 2, title)
 
@@ -102,7 +100,7 @@ def _frame(title: str, caption: str) -> Table:
 
 
 def shown_table(table: "pandas.DataFrame", caption: str = "") -> Table:
-    """Return a table of the report for the terminal; its titles may wrap, its cells may not."""
+    """Return a table of the report for the terminal; its titles may wrap, its cells do not."""
     shown = _frame(table.columns[0].title, caption)
     for column, size in zip(table.columns[1:], _sizes(table)[1:], strict=True):
         shown.add_column(Text(column.title), justify="right", width=size - 2)

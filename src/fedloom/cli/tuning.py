@@ -14,14 +14,14 @@ Searched = Annotated[
     typer.Option(metavar="KEY=VALUES", help="A key with a list or range of values."),
 ]
 Trials = Annotated[
-    int | None, option(metavar="N", help="Number of trials; of a grid, drawn at random.")
+    int | None, option(metavar="N", help="Number of trials; a grid is sampled at random.")
 ]
 Optuna = Annotated[
     bool, typer.Option("--optuna", help="Let Optuna suggest the trials, 20 by default.")
 ]
 Test = Annotated[
     bool,
-    typer.Option("--test", help="Score the best choice on the test data, which can be done once."),
+    typer.Option("--test", help="Score the best choice on the test data, only possible once."),
 ]
 
 
@@ -34,13 +34,13 @@ def tune(
     test: Test = False,
     quiet: Quiet = False,
 ) -> None:
-    """Search a method's parameters, on validation data alone.
+    """Search a method's parameters, using only validation data.
 
     FILE.toml is the configuration, KEY=VALUE changes one of its keys. --search
     algorithm.mu=[0.01,0.1] searches a parameter of the method, --search
     training.learning_rate={from=0.001,to=1,steps=4,scale=log} any key. A fifth of each client's
-    training samples (data.validation) is held out to judge by. The same command goes on after an
-    interruption.
+    training samples (data.validation) is held out for validation. After an interruption, the same
+    command continues.
     """
     from rich.console import Console
 

@@ -65,8 +65,8 @@ def read_runs(folder: Path) -> list[StoredRun]:
         CheckpointError: A file is damaged.
     """
     if not folder.is_dir():
-        reason = "no folder" if folder.exists() else "not there"
-        raise InvalidValue(f"{folder} is {reason}: give a folder of runs")
+        reason = "is not a folder" if folder.exists() else "does not exist"
+        raise InvalidValue(f"{folder} {reason}: give a folder of runs")
     runs = [
         StoredRun(setting, path, _summary(path, name), changes)
         for setting, path, name, changes in _paths(folder)
