@@ -13,7 +13,8 @@ import torch
 
 import fedloom.parts
 from every_method import PRIVATE, WRAPPERS
-from fedloom.algorithm import Algorithm, algorithms
+from fedloom.algorithm import Algorithm, Facts, algorithms, is_personal
+from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.parts.building import build
@@ -364,3 +365,14 @@ def test_hooks_that_belong_together_are_overridden_together(
 def test_hooks_are_functions_of_a_part() -> None:
     assert len(set(HOOKS)) == len(HOOKS)
     assert all(inspect.isfunction(getattr(Part, hook)) for hook in HOOKS)
+
+
+@pytest.mark.parametrize("name", ["deploy", "personalise", "complete"])
+def test_a_method_that_decides_what_clients_use_is_personal(name: str) -> None:
+    """Each of these functions may give clients another model than the global one."""
+    own = type("Own", (FedAvg,), {name: lambda self, *arguments: arguments[-1]})
+    assert is_personal(own())
+    assert Pipeline(own()).personal
+    assert not is_personal(FedAvg())
+    own.facts = Facts(deploys="received")
+    assert not is_personal(own())

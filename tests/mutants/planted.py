@@ -36,7 +36,7 @@ MUTANTS = (
         "algorithm.py",
         'DEPLOYMENT = ("deploy", "personalise", "complete")',
         'DEPLOYMENT = ("personalise", "complete")',
-        ("test_personalised.py",),
+        ("test_pipeline.py",),
     ),
     Mutant(
         "consecutive empty Poisson batches become one",
