@@ -1,4 +1,4 @@
-"""The state of reproduction of the papers' tables and figures, from records of `fedloom reproduce`.
+"""The state of reproduction of the papers' tables and figures, from records of `fedloom paper reproduce`.
 
 A record, a JSON file, holds the cells of one table or figure as one command measured them,
 departures from the protocol, the versions and the machine. `reasons.toml` beside the records says,

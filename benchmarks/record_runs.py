@@ -4,7 +4,7 @@
 
 Every run below the folder is taken for the cell of the table or figure that it differs least from,
 in its settings. Runs that differ in other settings are other experiments: each has a record of its
-own. `fedloom reproduce` writes its record itself.
+own. `fedloom paper reproduce` writes its record itself.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from rich.console import Console
 
 import fedloom
 from fedloom.algorithm import algorithms
-from fedloom.cli import commands
+from fedloom.cli import OLD_LISTS, commands, main, paper_commands
+from fedloom.cli.catalog import KINDS, cache_path
+from fedloom.cli.predicting import FORMATS
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
 from fedloom.models import models
@@ -221,7 +223,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (("run",), "Missing argument 'FILE.toml'"),
         (("run", "job.toml", "--frsh"), "No such option"),
         (("rnu", "job.toml"), "No such command 'rnu'"),
-        (("algorithms", "fedmrr"), "did you mean 'fedmr'?"),
+        (("list", "algorithms", "fedmrr"), "did you mean 'fedmr'?"),
+        (("list", "fedmrr"), "did you mean 'fedmr'? (fedloom list shows what there is)"),
+        (("list", "methods", "fedmr"), "unknown kind 'methods'"),
         (("models", "a", "b"), "unexpected extra argument"),
     ],
 )
@@ -299,7 +303,7 @@ def test_an_error_of_the_users_own_model_is_one_line(fed: Say) -> None:
 def test_lists_name_everything_with_its_parameters(
     fed: Say, command: str, registry: object
 ) -> None:
-    code, out, _ = fed(command)
+    code, out, _ = fed("list", command)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
@@ -308,7 +312,7 @@ def test_lists_name_everything_with_its_parameters(
             continue  # another test has registered it in this process
         assert re.search(rf"^  {re.escape(entry.name)} ", out, re.MULTILINE), entry.name
         assert entry.summary.split()[0] in words
-        code, listing, _ = fed(command, entry.name)
+        code, listing, _ = fed("list", command, entry.name)
         assert code == 0
         assert listing.startswith(f"{entry.name}(")
         assert (
@@ -318,7 +322,7 @@ def test_lists_name_everything_with_its_parameters(
 
 
 def test_one_method_is_described_in_full(fed: Say) -> None:
-    code, out, _ = fed("algorithms", "fedmr")
+    code, out, _ = fed("list", "fedmr")
     assert code == 0
     assert out.startswith("fedmr(unit=layer, fraction=1.0")
     assert "Lemma 4.4" in out
@@ -331,11 +335,11 @@ def test_version_and_help_are_printed_and_no_command_is_bad_input(fed: Say) -> N
     assert "compare" in out
     code, _, err = fed()
     assert code == 2
-    assert "Commands:" in err
+    assert "Train:" in err
 
 
 def test_methods_are_listed_by_family(fed: Say) -> None:
-    _, out, _ = fed("algorithms")
+    _, out, _ = fed("list", "algorithms")
     lines = out.splitlines()
     heads = [lines.index(title.ljust(80)) for title in FAMILIES.values()]
     assert heads == sorted(heads)
@@ -382,7 +386,9 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
 
 COMMANDS = [
     (),
-    *((command.__name__,) for command in commands),
+    *((name,) for members in commands.values() for name in members),
+    *(("paper", name) for name in paper_commands),
+    ("paper",),
     ("flower",),
     ("flower", "keys"),
     ("flower", "init"),
@@ -396,12 +402,13 @@ def test_help_is_whole_and_plain(fed: Say, command: tuple[str, ...]) -> None:
     assert "\\" not in out
     assert "[default" not in out
     assert max(map(len, out.splitlines())) <= 80
-    listing = out.partition("Commands:")[2]
+    listing = out.partition("Train:" if not command else "Commands:")[2]
     assert not re.search(
         r"(?<!\])\.\.\.$", listing, re.MULTILINE
     )  # click cuts what is too long; ours only repeat arguments so
-    for subcommand in commands if not command else ():
-        assert (subcommand.__doc__ or "").split("\n")[0] in " ".join(listing.split())
+    for members in commands.values() if not command else ():
+        for subcommand in members.values():
+            assert (subcommand.__doc__ or "").split("\n")[0] in " ".join(listing.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -545,12 +552,24 @@ def test_the_examples_name_a_schema_that_lies_beside_them(fed: Say) -> None:
         )
 
 
-def test_a_shell_can_complete_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("fedloom re", {"report"}),
+        ("fedloom paper re", {"replay", "reproduce", "referee"}),
+        ("fedloom list fedmr_a", {"fedmr_async"}),
+        ("fedloom run a.toml algorithm=fedmr", {"algorithm=fedmr", "algorithm=fedmr_async"}),
+        ("fedloom run a.toml data.part", {"data.partition="}),
+        ("fedloom export runs --to s", {"safetensors"}),
+    ],
+)
+def test_a_shell_can_complete_commands_and_names(words: str, expected: set[str]) -> None:
+    main(["list", "fedmr"])  # names come from the cache
     environment = {
         **os.environ,
         "_FEDLOOM_COMPLETE": "complete_bash",
-        "COMP_WORDS": "fedloom rep",
-        "COMP_CWORD": "1",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
     }
     done = subprocess.run(
         [sys.executable, "-m", "fedloom"],
@@ -559,4 +578,55 @@ def test_a_shell_can_complete_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         text=True,
         check=True,
     )
-    assert sorted(done.stdout.split()) == ["replay", "report", "reproduce"]
+    assert set(done.stdout.split()) == expected
+
+
+def test_names_are_found_however_they_are_written(fed: Say) -> None:
+    expected = fed("list", "algorithms", "fedala")
+    assert expected[0] == 0
+    assert fed("list", "FedALA") == expected
+    assert fed("list", "algorithm", "FEDALA") == expected
+    assert fed("list", "LG-FedAvg")[1].startswith("lg_fedavg(")
+    _, out, _ = fed("list")
+    assert [line.split()[0] for line in out.splitlines()[: len(KINDS)]] == list(KINDS)
+    _, out, _ = fed("list", "parts")
+    assert "Aggregation (server)" in out
+    assert "auto" not in fed("list", "engines")[1].split()
+
+
+def test_the_cache_of_names_is_made_again_for_other_files(
+    fed: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("FEDLOOM_CACHE", str(folder))
+    expected = fed("list", "models")
+    (path,) = folder.iterdir()
+    assert path == cache_path()
+    assert fed("list", "models") == expected
+    path.write_text("{}")  # damaged
+    assert fed("list", "models") == expected
+    assert json.loads(path.read_text()).keys() == KINDS.keys()
+    path.rename(folder / "catalog-older.json")
+    assert fed("list", "models") == expected
+    assert list(folder.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", OLD_LISTS)
+def test_earlier_names_of_lists_work_with_a_notice(fed: Say, kind: str) -> None:
+    code, out, err = fed(kind)
+    assert (code, out) == fed("list", kind)[:2]
+    assert err == (
+        f"fedloom: fedloom {kind} is now fedloom list {kind}; the next version drops the old name\n"
+    )
+
+
+def test_earlier_names_of_commands_of_papers_work_with_a_notice(fed: Say) -> None:
+    code, out, err = fed("reproduce")
+    assert (code, out) == fed("paper", "reproduce")[:2]
+    assert err.startswith("fedloom: fedloom paper reproduce is now fedloom paper reproduce; ")
+
+
+def test_formats_of_exports_are_completed() -> None:
+    from fedloom.serving.exporting import SUFFIXES
+
+    assert set(FORMATS) == set(SUFFIXES)

@@ -1,4 +1,4 @@
-"""`fedloom algorithms X --with Y`, and the moments of a round in words."""
+"""`fedloom list X --with Y`, and the moments of a round in words."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def test_what_is_shown_is_what_build_accepts(first: str, second: str) -> None:
 
 
 def test_the_command_prints_orders_moments_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["algorithms", "umf", "--with", "sparse"]) == 0
+    assert main(["list", "umf", "--with", "sparse"]) == 0
     assert capsys.readouterr().out == (
         "sparse(umf(fedavg)): accepted\n    sparse  upload\n    umf     selection, local training\n"
         "umf(sparse(fedavg)): accepted\n    umf     selection, local training\n    sparse  upload\n"
     )
-    assert main(["algorithms", "fedmr", "--with", "robust"]) == 0
+    assert main(["list", "fedmr", "--with", "robust"]) == 0
     assert capsys.readouterr().out == (
         "robust(fedmr): refused\n    robust: fedmr needs the single replies, not an estimate of their mean\n"
     )
@@ -117,13 +117,13 @@ def test_the_command_prints_orders_moments_and_reasons(capsys: pytest.CaptureFix
         ),
         (["fedmr", "--with", "sparse(share=7)"], "sparse: share must be in (0, 1], not 7"),
         (["fedmr", "--with", "sparse(share"], "cannot read 'sparse(share'"),
-        (["--with", "umf"], "--with needs two methods: fedloom algorithms NAME --with Y"),
+        (["--with", "umf"], "--with needs two methods: fedloom list NAME --with Y"),
     ],
 )
 def test_bad_names_and_values_end_with_one_line(
     capsys: pytest.CaptureFixture[str], words: list[str], error: str
 ) -> None:
-    assert main(["algorithms", *words]) == 2
+    assert main(["list", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"fedloom: {error}")

@@ -72,7 +72,7 @@ def test_a_correct_loop_has_no_difference(
     ours, theirs = Trace(tmp_path / "loop"), Trace(folder)
     assert compare(theirs, ours) == []
     assert ours.keys() == theirs.keys()
-    assert main(["referee", str(folder), str(tmp_path / "loop")]) == 0
+    assert main(["paper", "referee", str(folder), str(tmp_path / "loop")]) == 0
 
 
 def test_five_mistakes_of_each_method_are_planted() -> None:
@@ -93,7 +93,7 @@ def test_a_planted_mistake_is_named(
     task, folder = traces[method]
     loops.LOOPS[method](task, folder, tmp_path / "loop", mistake)
     location, cause = NAMED[method, mistake]
-    assert main(["referee", str(folder), str(tmp_path / "loop")]) == 1
+    assert main(["paper", "referee", str(folder), str(tmp_path / "loop")]) == 1
     printed = capsys.readouterr().out
     assert re.search(f"they differ in {location}", printed), printed
     assert re.search(cause, printed.partition("frequent causes")[2]), printed
@@ -263,7 +263,7 @@ def test_a_damaged_trace_is_refused_in_one_line(
     if content[:1] != b"\x02":  # which is an empty file of tensors
         with pytest.raises(DataError, match="is no file of a trace"):
             Trace(written)
-        assert main(["referee", str(written), str(written)]) == 2
+        assert main(["paper", "referee", str(written), str(written)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     (written / "recorded.jsonl").write_text(
         '{"round": 1, "values": {"steps": {"clients": "ab"}}}\n'

@@ -66,7 +66,7 @@ learning_rate = 0.3
 
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """`fed("bundle", "runs/job")` is (exit code, stdout, stderr) of the command in an empty folder."""
+    """`fed("paper", "bundle", "runs/job")` is (exit code, stdout, stderr) of the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     return saying(capsys)
@@ -78,7 +78,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compared")
     (folder / "job.toml").write_text(JOB)
     assert main(["compare", str(folder / "job.toml"), f"directory={folder / 'job'}", "-q"]) == 0
-    assert main(["bundle", str(folder / "job"), "--to", str(folder / "job.zip")]) == 0
+    assert main(["paper", "bundle", str(folder / "job"), "--to", str(folder / "job.zip")]) == 0
     return folder / "job.zip"
 
 
@@ -135,25 +135,25 @@ def test_the_same_runs_give_the_same_bundle(compared: Path, tmp_path: Path) -> N
 
 
 def test_a_replay_gives_the_same_bytes_and_says_so(compared: Path, fed: Say) -> None:
-    code, out, _ = fed("replay", str(compared), "--estimate")
+    code, out, _ = fed("paper", "replay", str(compared), "--estimate")
     assert code == 0
     assert "job: 2 cells, 4 runs, 12 rounds, on digits" in out
     assert "the same versions and processor" in out
     assert not Path("runs/replay/job/0").exists()
-    code, out, err = fed("replay", str(compared), "-q")
+    code, out, err = fed("paper", "replay", str(compared), "-q")
     assert (code, err) == (0, "")
     assert out.count("the same bytes") == 2
-    code, out, _ = fed("replay", str(compared), "-q")  # what is finished is read
+    code, out, _ = fed("paper", "replay", str(compared), "-q")  # what is finished is read
     assert (code, out.count("the same bytes")) == (0, 2)
 
 
 def test_a_single_run_and_a_recorded_one_are_replayed(fed: Say) -> None:
     Path("job.toml").write_text(JOB)
     assert fed("run", "job.toml", 'record=["steps", "similarity"]', "rounds=2", "-q")[0] == 0
-    code, out, _ = fed("bundle", "runs/job/fedavg/seed-0")
+    code, out, _ = fed("paper", "bundle", "runs/job/fedavg/seed-0")
     assert (code, out.splitlines()[0][:18]) == (0, "seed-0.zip: 1 run,")
     assert "runs/0/recorded/round-0000002.safetensors" in contents(Path("seed-0.zip"))
-    code, out, _ = fed("replay", "seed-0.zip", "-q")
+    code, out, _ = fed("paper", "replay", "seed-0.zip", "-q")
     assert (code, out.count("the same bytes")) == (0, 1)
 
     def with_other_loss(line: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def test_a_single_run_and_a_recorded_one_are_replayed(fed: Say) -> None:
     key = next(key for key in sorted(tensors) if "/after/" in key)
     write_tensors(Path("round.safetensors"), tensors | {key: tensors[key] + 0.1}, metadata)
     packed(wrong, files | {name: Path("round.safetensors").read_bytes()})
-    code, out, _ = fed("replay", "wrong.zip", "-q")
+    code, out, _ = fed("paper", "replay", "wrong.zip", "-q")
     assert code == 1
     assert "different" in out
     assert "from round 2 on: loss" in out
@@ -187,7 +187,7 @@ def test_small_differences_are_float_tolerance(compared: Path, fed: Say) -> None
         )
     )
     packed(Path("near.zip"), files)
-    code, out, _ = fed("replay", "near.zip", "-q")
+    code, out, _ = fed("paper", "replay", "near.zip", "-q")
     assert (code, out.count("the same to float tolerance")) == (0, 2)
 
 
@@ -210,7 +210,7 @@ def test_a_figure_within_the_spread_of_the_seeds_is_told_from_one_beyond(
         "environment.json",
         lambda about: about | {"processor": "abacus"},
     )
-    fed("replay", str(compared), "-q", "--directory", "honest")
+    fed("paper", "replay", str(compared), "-q", "--directory", "honest")
     finals = [
         json.loads(Path(f"honest/{k}/metrics.jsonl").read_text().splitlines()[-1])["accuracy"]
         for k in range(4)
@@ -220,18 +220,18 @@ def test_a_figure_within_the_spread_of_the_seeds_is_told_from_one_beyond(
     gap = 0.9 * spread
     assert gap > 4 / test_samples + 2e-3  # else it is float tolerance
     packed(Path("within.zip"), seeds_apart(contents(elsewhere), gap, 0))
-    _, out, _ = fed("replay", "within.zip", "-q")
+    _, out, _ = fed("paper", "replay", "within.zip", "-q")
     assert "within the seeds' spread" in out
     # With the same versions and processor nothing excuses a difference.
     packed(Path("forged.zip"), seeds_apart(contents(compared), gap, 0))
-    code, out, _ = fed("replay", "forged.zip", "-q")
+    code, out, _ = fed("paper", "replay", "forged.zip", "-q")
     assert (code, out.count("different")) == (1, 2)
     # Seeds that the bundle invents make no spread.
     packed(Path("invented.zip"), seeds_apart(contents(elsewhere), 0.02, 0.5))
-    code, out, _ = fed("replay", "invented.zip", "-q")
+    code, out, _ = fed("paper", "replay", "invented.zip", "-q")
     assert (code, out.count("different")) == (1, 2)
     packed(Path("beyond.zip"), seeds_apart(contents(compared), 0.9, 0.001))
-    code, out, _ = fed("replay", "beyond.zip", "-q")
+    code, out, _ = fed("paper", "replay", "beyond.zip", "-q")
     assert (code, out.count("different")) == (1, 2)
     assert "from round 2 on: accuracy" in out
 
@@ -245,7 +245,7 @@ def test_another_final_model_is_named_by_its_tensor(compared: Path, fed: Say) ->
         write_tensors(Path("model.safetensors"), tensors | {name: tensors[name] * 1.5}, metadata)
         files[f"runs/{number}/model.safetensors"] = Path("model.safetensors").read_bytes()
     packed(Path("model.zip"), files)
-    code, out, _ = fed("replay", "model.zip", "-q")
+    code, out, _ = fed("paper", "replay", "model.zip", "-q")
     assert (code, out.count("different")) == (1, 2)
     assert f"the final model differs most in {name}, by 0.3 of it" in out
 
@@ -257,7 +257,7 @@ def test_what_changed_since_another_version_is_said(compared: Path, fed: Say) ->
         "environment.json",
         lambda about: about | {"torch": "1.0", "processor": "abacus"},
     )
-    code, out, _ = fed("replay", "old.zip", "--estimate")
+    code, out, _ = fed("paper", "replay", "old.zip", "--estimate")
     assert code == 0
     assert f"made with torch 1.0 (now {torch.__version__}), abacus (now " in out
     edited(
@@ -266,11 +266,11 @@ def test_what_changed_since_another_version_is_said(compared: Path, fed: Say) ->
         "configuration.json",
         lambda stored: stored | {"algorithm": "fedavgg"},
     )
-    code, _, err = fed("replay", "keys.zip", "--estimate")
+    code, _, err = fed("paper", "replay", "keys.zip", "--estimate")
     assert (code, err.count("\n")) == (2, 1)
     assert "did you mean 'fedavg'? (there are: " in err
     packed(Path("format.zip"), contents(compared), format=2, fedloom="9.9")
-    code, _, err = fed("replay", "format.zip")
+    code, _, err = fed("paper", "replay", "format.zip")
     assert (code, err.count("\n")) == (2, 1)
     assert "format Input should be 1" in err
 
@@ -330,18 +330,18 @@ def test_code_of_ones_own_travels_is_shown_and_runs_only_where_it_is_trusted(
     (origin / "helper.py").write_text("FACTOR = 1.0\n")
     assert run_apart(origin, "run", "job.toml", "-q")[0] == 0
     (run,) = (origin / "runs/job").glob("*/seed-0")
-    code, out, err = run_apart(origin, "bundle", str(run), "--to", str(target / "own.zip"))
+    code, out, err = run_apart(origin, "paper", "bundle", str(run), "--to", str(target / "own.zip"))
     assert code == 0, err
     assert "code/my_methods.py" in out
     assert {"code/my_methods.py", "code/helper.py"} <= contents(target / "own.zip").keys()
-    code, out, err = run_apart(target, "replay", "own.zip")
+    code, out, err = run_apart(target, "paper", "replay", "own.zip")
     assert (code, err.count("\n")) == (2, 1)
     assert "read it, then add --trust-code" in err
     assert "class Half(FedAvg):" in out
     assert "FACTOR = 1.0" in out
     assert "\x1b" not in out
     assert not (target / "code-has-run").exists()
-    code, out, err = run_apart(target, "replay", "own.zip", "--trust-code", "-q")
+    code, out, err = run_apart(target, "paper", "replay", "own.zip", "--trust-code", "-q")
     assert (code, out.count("the same bytes")) == (0, 1), err
     assert (target / "code-has-run").exists()
 
@@ -366,7 +366,7 @@ def test_a_configuration_names_no_code_that_is_not_trusted(
         return stored | {key: {**stored[key], **value} if isinstance(value, dict) else value}
 
     edited(Path("code.zip"), compared, "configuration.json", edit)
-    code, _, err = fed("replay", "code.zip", "-q")
+    code, _, err = fed("paper", "replay", "code.zip", "-q")
     assert code in (1, 2)
     assert err.count("\n") == 1
     assert "code is not trusted here" in err
@@ -382,19 +382,20 @@ def test_data_come_from_the_users_folders_and_must_be_those_of_the_bundle(
     Path("job.toml").write_text(JOB)
     data = f"data.name=table(path='{tmp_path}/mine/rows.csv', test_fraction=0.3)"
     assert fed("run", "job.toml", data, "data.partition=iid", "-q")[0] == 0
-    assert fed("bundle", "runs/job/fedavg/seed-0", "--to", "own.zip")[0] == 0
+    assert fed("paper", "bundle", "runs/job/fedavg/seed-0", "--to", "own.zip")[0] == 0
     assert str(tmp_path).encode() not in b"".join(
         content
         for name, content in contents(Path("own.zip")).items()
         if name.endswith("configuration.json")
     )
-    code, _, err = fed("replay", "own.zip", "-q")
+    code, _, err = fed("paper", "replay", "own.zip", "-q")
     assert (code, err.count("\n")) == (2, 1)
     assert "table reads 'rows.csv', which no bundle holds: give --data table=FOLDER" in err
-    code, out, _ = fed("replay", "own.zip", "-q", "--data", f"table={tmp_path}/mine")
+    code, out, _ = fed("paper", "replay", "own.zip", "-q", "--data", f"table={tmp_path}/mine")
     assert (code, out.count("the same bytes")) == (0, 1)
     (tmp_path / "mine" / "rows.csv").write_text(f"a,b,label\n{rows.replace('6,', '9,')}\n")
     code, _, err = fed(
+        "paper",
         "replay",
         "own.zip",
         "-q",
@@ -419,13 +420,13 @@ def test_nothing_is_downloaded(fed: Say, tmp_path: Path, monkeypatch: pytest.Mon
         fed("run", "job.toml", f"data.name=mnist(folder='{folder}')", "data.partition=iid", "-q")[0]
         == 0
     )
-    assert fed("bundle", "runs/job/fedavg/seed-0", "--to", "mnist.zip")[0] == 0
+    assert fed("paper", "bundle", "runs/job/fedavg/seed-0", "--to", "mnist.zip")[0] == 0
     monkeypatch.setitem(sys.modules, "datasets", None)  # asking the hub would fail
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
-    code, _, err = fed("replay", "mnist.zip", "-q")
+    code, _, err = fed("paper", "replay", "mnist.zip", "-q")
     assert (code, err.count("\n")) == (2, 1)
     assert "mnist" in err
-    code, out, _ = fed("replay", "mnist.zip", "-q", "--data", f"mnist={tmp_path}")
+    code, out, _ = fed("paper", "replay", "mnist.zip", "-q", "--data", f"mnist={tmp_path}")
     assert (code, out.count("the same bytes")) == (0, 1)
 
 
@@ -470,16 +471,16 @@ def test_runs_that_cannot_be_made_again_are_refused(fed: Say, tmp_path: Path) ->
         rounds=1,
         directory=tmp_path / "python",
     )
-    code, _, err = fed("bundle", "python")
+    code, _, err = fed("paper", "bundle", "python")
     assert (code, err.count("\n")) == (2, 1)
     assert "made in Python" in err
     Path("job.toml").write_text(JOB)
     fed("run", "job.toml", "-q")
     Path("runs/job/fedavg/seed-0/result.json").unlink()
-    code, _, err = fed("bundle", "runs/job/fedavg/seed-0")
+    code, _, err = fed("paper", "bundle", "runs/job/fedavg/seed-0")
     assert code == 2
     assert "is not finished" in err
-    code, _, err = fed("bundle", "nowhere")
+    code, _, err = fed("paper", "bundle", "nowhere")
     assert code == 2
     assert "nowhere is not there" in err
 
@@ -498,10 +499,10 @@ def test_a_reproduced_table_is_bundled(fed: Say) -> None:
         "1",
         "-q",
     )
-    code, _, err = fed("reproduce", "fedumf.figure-a5", *options)
+    code, _, err = fed("paper", "reproduce", "fedumf.figure-a5", *options)
     assert code == 0, err
-    assert fed("bundle", "runs/reproduce/fedumf.figure-a5", "--to", "table.zip")[0] == 0
-    code, out, _ = fed("replay", "table.zip", "-q")
+    assert fed("paper", "bundle", "runs/reproduce/fedumf.figure-a5", "--to", "table.zip")[0] == 0
+    code, out, _ = fed("paper", "replay", "table.zip", "-q")
     assert code == 0
     assert out.count("the same bytes") == 3
 
@@ -665,7 +666,7 @@ def test_files_of_a_bundle_that_no_run_wrote_end_in_one_line(
 ) -> None:
     files = contents(compared)
     packed(tmp_path / "odd.zip", files | {f"runs/{k}/{name}": content for k in range(4)})
-    code, _, err = fed("replay", "odd.zip", "-q")
+    code, _, err = fed("paper", "replay", "odd.zip", "-q")
     assert code in (1, 2)
     assert err.count("\n") == 1, err
     assert "Traceback" not in err
@@ -683,7 +684,7 @@ def test_three_short_bundles_lie_with_the_records_and_are_replayed_before_a_chan
         replay = Replay(unpack(path, tmp_path / path.stem / "bundle"), tmp_path / path.stem, {})
         assert replay.described()
         assert path.stat().st_size < 1 << 20
-    assert "fedloom replay" in (ROOT / ".ci/run").read_text()
+    assert "fedloom paper replay" in (ROOT / ".ci/run").read_text()
     size = sum(
         path.stat().st_size for path in (ROOT / "benchmarks/records").rglob("*") if path.is_file()
     )
@@ -703,10 +704,10 @@ def test_forged_figures_are_different_whatever_sizes_the_bundle_claims(
 
     forged = edited(Path("forged.zip"), compared, "metrics.jsonl", forge)
     small = edited(Path("small.zip"), forged, "task.json", lambda task: task | {"test_samples": 1})
-    code, out, _ = fed("replay", str(small), "-q")
+    code, out, _ = fed("paper", "replay", str(small), "-q")
     assert (code, out.count("different")) == (1, 2)
     assert "test_samples 1, here" in out
-    code, out, _ = fed("replay", str(forged), "-q", "--directory", "again")
+    code, out, _ = fed("paper", "replay", str(forged), "-q", "--directory", "again")
     assert (code, out.count("different")) == (1, 2)
     assert "accuracy 0.999, here" in out
 
@@ -715,7 +716,7 @@ def test_forged_figures_of_clients_are_different(fed: Say) -> None:
     Path("job.toml").write_text(JOB)
     options = ("data.local_test=0.2", "algorithm=fedavg", "-q")
     assert fed("run", "job.toml", *options)[0] == 0
-    assert fed("bundle", "runs/job/fedavg/seed-0", "--to", "clients.zip")[0] == 0
+    assert fed("paper", "bundle", "runs/job/fedavg/seed-0", "--to", "clients.zip")[0] == 0
 
     def forge(value: Any) -> Any:
         if isinstance(value, dict):
@@ -724,9 +725,9 @@ def test_forged_figures_of_clients_are_different(fed: Say) -> None:
 
     assert "runs/0/clients.jsonl" in contents(Path("clients.zip"))
     forged = edited(Path("forged.zip"), Path("clients.zip"), "clients.jsonl", forge)
-    code, out, _ = fed("replay", str(forged), "-q")
+    code, out, _ = fed("paper", "replay", str(forged), "-q")
     assert (code, out.count("different")) == (1, 1), out
-    code, out, _ = fed("replay", "clients.zip", "-q", "--directory", "again")
+    code, out, _ = fed("paper", "replay", "clients.zip", "-q", "--directory", "again")
     assert (code, out.count("the same bytes")) == (0, 1)
 
 
@@ -734,13 +735,13 @@ def test_a_bundle_without_runs_is_refused_and_one_with_other_names_shows_what_ra
     compared: Path, fed: Say
 ) -> None:
     Path("none.zip").write_bytes(archive_of(("bundle.json", GOOD)))
-    code, _, err = fed("replay", "none.zip")
+    code, _, err = fed("paper", "replay", "none.zip")
     assert (code, err.count("\n")) == (2, 1)
     assert "holds no runs" in err
     runs = json.loads(contents(compared)["bundle.json"])["runs"]
     renamed = [run | {"algorithm": "fedprox(mu=0.1)"} for run in runs]
     packed(Path("renamed.zip"), contents(compared), runs=renamed)
-    code, out, _ = fed("replay", "renamed.zip", "-q")
+    code, out, _ = fed("paper", "replay", "renamed.zip", "-q")
     assert code == 0
     assert "fedprox(mu=0.1): fedavg" in out
 
@@ -756,7 +757,7 @@ def test_a_model_of_another_shape_is_different_in_one_line(compared: Path, fed: 
         write_tensors(Path("model.safetensors"), changed, metadata)
         files[f"runs/{number}/model.safetensors"] = Path("model.safetensors").read_bytes()
     packed(Path("shape.zip"), files)
-    code, out, err = fed("replay", "shape.zip", "-q")
+    code, out, err = fed("paper", "replay", "shape.zip", "-q")
     assert (code, err, out.count("different")) == (1, "", 2)
     assert "of shape (" in out
 
@@ -782,7 +783,7 @@ def test_nothing_outside_the_bundle_is_opened(
         return stored | {"data": stored["data"] | {"name": name}}
 
     edited(Path("read.zip"), compared, "configuration.json", edit)
-    code, _, err = fed("replay", "read.zip", "-q")
+    code, _, err = fed("paper", "replay", "read.zip", "-q")
     assert (code in (1, 2), err.count("\n")) == (True, 1)
     assert text in err
 

@@ -1,4 +1,4 @@
-"""`fedloom reproduce`: one cell of each paper run in small, the command's output and errors,
+"""`fedloom paper reproduce`: one cell of each paper run in small, the command's output and errors,
 estimates and data.
 
 The cells that are run here have one or two rounds on a few made-up images in the data sets' own
@@ -75,7 +75,7 @@ def reproduce(
     monkeypatch.setenv("FEDLOOM_DATA", str(data))
     # no processes for such short runs
     monkeypatch.setattr("fedloom.study.cores.usable_cores", lambda: 1)
-    return partial(saying(capsys), "reproduce")
+    return partial(saying(capsys), "paper", "reproduce")
 
 
 # one cell of each paper
@@ -137,7 +137,7 @@ def test_a_shortened_cell_of_each_paper_is_marked_partial_everywhere(
     assert ("" if result.result.mean is None else str(result.result.mean)) == cell["here"].replace(
         "*", ""
     )
-    assert record.command.startswith(f"fedloom reproduce {name} --rows ")
+    assert record.command.startswith(f"fedloom paper reproduce {name} --rows ")
     assert record.environment["threads"] == 1
 
     times = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("result.json"))

@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from fedloom.cli.listing import signature
+from fedloom.cli.catalog import signature
 from fedloom.config.expression import show
 from fedloom.config.fields import LARGEST_COUNT
 from fedloom.config.registry import Entry, Registry

@@ -2,7 +2,7 @@
 examples/referee/loops.py
 
 Each loop takes the start, the clients and the batches from fedloom's trace, and writes a trace of
-its own. `mistake` plants an error that such code often has; `fedloom referee` says in which round,
+its own. `mistake` plants an error that such code often has; `fedloom paper referee` says in which round,
 client, step and tensor it shows, and what it may be.
 """
 

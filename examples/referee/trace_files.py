@@ -1,4 +1,4 @@
-"""Read and write traces for `fedloom referee`, with NumPy and safetensors alone. Copy this file
+"""Read and write traces for `fedloom paper referee`, with NumPy and safetensors alone. Copy this file
 into your project.
 
 A trace is a folder:

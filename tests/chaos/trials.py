@@ -169,6 +169,26 @@ class Runs(Trial):
             raise Wrong(f"{trial}: {leftovers[0].name} was left behind")
 
 
+WHOLE: dict[str, Callable[[Path], object]] = {
+    ".safetensors": read_tensors,
+    ".npz": Partition.load,
+    ".json": lambda path: json.loads(path.read_bytes()),
+}
+"""Readers of files that are complete or absent at any moment, by their endings."""
+
+
+def require_whole(folder: Path, trial: str) -> None:
+    """Raise `Wrong` for a file of a killed run that is neither complete nor absent."""
+    for path in folder.rglob("*"):
+        unfinished = any(name.endswith(".writing") for name in path.parts)
+        if path.suffix not in WHOLE or unfinished:
+            continue
+        try:
+            WHOLE[path.suffix](path)
+        except (FedloomError, ValueError) as error:
+            raise Wrong(f"{trial}: {path.name} is left in pieces: {error}") from error
+
+
 def content_of(path: Path) -> bytes:
     """The bytes of a file, or of what in the figures at the end is not measured time."""
     if path.name != "result.json":
@@ -227,6 +247,7 @@ class Cuts(Runs):
         code, output = server.run("run", "job.toml", "--quiet", *self.options, die_at=number)
         if code != -signal.SIGKILL:
             raise Wrong(f"{method}: write {number} ({write}) was not reached: {output}")
+        require_whole(server.folder, f"{method}, cut in {write}")
         code, output = server.run("run", "job.toml", "--quiet", *self.options)
         if code != 0:
             raise Wrong(f"{method}, cut in {write}, does not go on: {output}")
@@ -256,6 +277,7 @@ class Kills(Runs):
                     command.send(signal.SIGKILL)
                 code, _ = command.wait()
             killed += code == -signal.SIGKILL
+            require_whole(server.folder, f"{method} on {engine}, killed")
         code, output = server.run("run", "job.toml", "--quiet")
         if code != 0:
             raise Wrong(f"{method} on {engine} does not go on after {killed} kills: {output}")

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import click
 import typer
+from typer.core import TyperGroup
 
 import fedloom
 from fedloom.cli import (
@@ -31,40 +32,80 @@ from fedloom.cli.options import RunsFailed, resuming_command, short_help
 from fedloom.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
 from fedloom.rounds.termination import sigterm_interrupts
 
-# In the order of --help. A command's heavy imports are inside its function.
-commands: tuple[Callable[..., Any], ...] = (
-    running.run,
-    running.compare,
-    tuning.tune,
-    showing.statistics,
-    checking.check,
-    checking.referee,
-    reproducing.reproduce,
-    proving.bundle,
-    proving.replay,
-    showing.watch,
-    showing.report,
-    predicting.predict,
-    predicting.export,
-    listing.algorithms,
-    listing.command("models", "List the models, or describe NAME."),
-    listing.command("datasets", "List the data sets, or describe NAME."),
-    listing.command("partitions", "List the ways to divide data among clients, or describe NAME."),
-    listing.command("objectives", "List the objectives that models can learn, or describe NAME."),
-    listing.schema,
-)
+Command = Callable[..., Any]
+"""A function with the arguments and the help of a command."""
+
+# A command's heavy imports are inside its function.
+commands: dict[str, dict[str, Command]] = {
+    "Train": {"run": running.run, "compare": running.compare, "tune": tuning.tune},
+    "Look up and check": {
+        "list": listing.list_names,
+        "check": checking.check,
+        "statistics": showing.statistics,
+    },
+    "Results": {
+        "watch": showing.watch,
+        "report": showing.report,
+        "predict": predicting.predict,
+        "export": predicting.export,
+    },
+}
+"""The commands by task, in the order in which --help lists them; `paper` and `flower` follow."""
+
+paper_commands: dict[str, Command] = {
+    "reproduce": reproducing.reproduce,
+    "bundle": proving.bundle,
+    "replay": proving.replay,
+    "referee": checking.referee,
+}
+
+OLD_LISTS = ("algorithms", "models", "datasets", "partitions", "objectives")
+"""Commands of an earlier version, each of which is now `fedloom list KIND`."""
+
+RESUMED = ("run", "compare", "tune", "paper", "reproduce", "replay")
+"""Commands that continue after an interruption."""
+
+
+class GroupedHelp(TyperGroup):
+    """Lists commands under the titles of `commands`."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one list of commands for each task."""
+        sections = {title: list(members) for title, members in commands.items()}
+        sections["More"] = ["paper", "flower"]
+        for title, names in sections.items():
+            listed = [(name, self.get_command(ctx, name)) for name in names]
+            rows = [(name, command.get_short_help_str(200)) for name, command in listed if command]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
 
 _LONGEST_LINE = 2000
 """Largest number of characters of an error: quoted values are shorter, but a path may be long."""
 
 app = typer.Typer(
+    cls=GroupedHelp,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in commands:
-    app.command(short_help=short_help(command))(command)
+for members in commands.values():
+    for name, command in members.items():
+        app.command(name, short_help=short_help(command))(command)
+paper_app = typer.Typer(
+    name="paper",
+    help="Reproduce published tables, and check results: reproduce, bundle, replay, referee.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+for name, command in paper_commands.items():
+    paper_app.command(name, short_help=short_help(command))(command)
+    app.command(name, hidden=True)(command)
+app.add_typer(paper_app)
 app.add_typer(federation_files.app)
+for kind in OLD_LISTS:
+    app.command(kind, hidden=True)(listing.renamed(kind))
+app.command("schema", hidden=True)(listing.schema)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,13 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a terminal may support only ASCII
             stream.reconfigure(errors="replace")
     try:
+        if words and words[0] in paper_commands:
+            old, new = f"fedloom {words[0]}", f"fedloom paper {words[0]}"
+            _print_error(f"{old} is now {new}; the next version drops the old name")
         with sigterm_interrupts():
             code = app(words, prog_name="fedloom", standalone_mode=False, obj=words)
         if code == 130:  # a KeyboardInterrupt
-            resumes = words[0] in ("run", "compare", "tune", "reproduce", "replay")
-            _print_error(
-                f"stopped; to continue: {resuming_command(words)}" if resumes else "stopped"
-            )
+            resumes = words[0] in RESUMED
+            _print_error(f"stopped; to continue: {resuming_command(words)}" if resumes else "stopped")
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         if "\n" in error.format_message():

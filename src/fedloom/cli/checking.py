@@ -1,4 +1,4 @@
-"""`fedloom check` and `fedloom referee`."""
+"""`fedloom check` and `fedloom paper referee`."""
 
 from pathlib import Path
 from typing import Annotated

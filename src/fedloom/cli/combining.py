@@ -1,4 +1,4 @@
-"""`fedloom algorithms X --with Y`: how two methods combine, and when their parts act in a round."""
+"""`fedloom list X --with Y`: how two methods combine, and when their parts act in a round."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,29 +1,22 @@
-"""`fedloom algorithms`, `models` and other commands that list a registry, and `fedloom schema`.
-
-The texts are the docstrings, stored in `listings.json`, so that the commands need not import
-PyTorch. After a change of a docstring run `python docs/generate/listings.py`.
+"""`fedloom list`, which names and describes methods, models, data sets and the like, and `fedloom
+schema`.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
-import os
+import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from fedloom.cli.catalog import KINDS, Entries, cached_names, entries
 from fedloom.cli.options import Name, option
-from fedloom.config.plugins import VARIABLE
-from fedloom.errors import InvalidValue, UnknownName
-
-if TYPE_CHECKING:
-    from fedloom.config.registry import Entry
+from fedloom.errors import InvalidValue, UnknownName, quoted, suggestion
 
 Schemed = Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", hidden=True)]
 
@@ -33,44 +26,62 @@ With = Annotated[
 
 SCHEMA = "fedloom.schema.json"
 
-LISTINGS = Path(__file__).with_name("listings.json")
 
-KINDS = {
-    "algorithms": ("algorithm", "fedloom.method"),
-    "models": ("model", "fedloom.models"),
-    "datasets": ("data set", "fedloom.data.dataset"),
-    "partitions": ("partition", "fedloom.data.partition"),
-    "objectives": ("objective", "fedloom.objectives"),
-}
-"""Name of one entry of each kind, and the module of the registry."""
-
-Listed = dict[str, dict[str, Any]]
-"""Family, parameters with defaults, docstring and parameter descriptions of each name."""
+def complete_name(incomplete: str) -> list[str]:
+    """Return the kinds and names that begin with a text, for the completion of a command line."""
+    names = [*KINDS, *(name for kind in KINDS for name in cached_names(kind))]
+    return sorted({name for name in names if name.startswith(incomplete.lower())})
 
 
-def command(kind: str, purpose: str) -> Callable[..., None]:
-    """Return the command that lists the entries of a kind, or describes one."""
+Listed = Annotated[
+    str | None,
+    typer.Argument(metavar="[KIND]", hidden=True, autocompletion=complete_name),
+]
+Described = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", hidden=True, autocompletion=complete_name),
+]
 
-    def entries(name: Name = None) -> None:
-        _list(kind, name)
 
-    entries.__name__, entries.__doc__ = kind, purpose
-    return entries
+def list_names(kind: Listed = None, name: Described = None, other: With = None) -> None:
+    """List methods, models, data sets and more, or describe one: fedloom list [KIND] [NAME].
 
-
-def algorithms(name: Name = None, other: With = None) -> None:
-    """List the methods by family, or describe NAME with its parameters.
-
-    With another method or part, as in `fedloom algorithms fedavg --with "sparse(share=0.1)"`, it
-    prints the accepted expressions of the two, the moments of a round in which their parts act, and
-    the reason why an expression is refused.
+    KIND is algorithms, parts, models, datasets, partitions, objectives, engines or recorders. NAME
+    without KIND is searched in all kinds; capital letters and hyphens do not matter. With another
+    method or part, as in fedloom list fedavg --with "sparse(share=0.1)", it prints the accepted
+    expressions of the two, the moments of a round in which their parts act, and the reason why an
+    expression is refused.
     """
-    if other is None:
-        _list("algorithms", name)
-    elif name is None:
-        raise InvalidValue("--with needs two methods: fedloom algorithms NAME --with Y")
-    else:
+    known = None if kind is None else _kind_of(kind)
+    if kind is not None and known is None:
+        if name is not None:
+            raise UnknownName("kind", kind, KINDS)
+        kind, name = None, kind
+    if other is not None:
+        if name is None:
+            raise InvalidValue("--with needs two methods: fedloom list NAME --with Y")
         _print_combinations(name, other)
+    elif name is not None:
+        _describe(name, [known] if known else list(KINDS))
+    elif known is not None:
+        _print_table(known)
+    else:
+        _print_kinds()
+
+
+def renamed(kind: str) -> Callable[..., None]:
+    """Return the command of an earlier version that lists a kind."""
+
+    def command(name: Name = None, other: With = None) -> None:
+        print(
+            f"fedloom: fedloom {kind} is now fedloom list {kind}; the next version drops the old name",
+            file=sys.stderr,
+        )
+        list_names(kind, name, other)
+
+    command.__name__ = kind
+    command.__doc__ = f"Earlier name of fedloom list {kind}."
+    return command
 
 
 def schema(file: Schemed = None) -> None:
@@ -94,42 +105,75 @@ def schema(file: Schemed = None) -> None:
     print(f"{path}: named by the first line of {file}")
 
 
-def registered(kind: str) -> Listed:
-    """Return all entries of a kind from the registry."""
-    from fedloom.parts.families import FAMILIES, family_of
-
-    entries = list(getattr(importlib.import_module(KINDS[kind][1]), kind))
-    families = {
-        entry.name: FAMILIES[family_of(entry)] if kind == "algorithms" else "" for entry in entries
-    }
-    entries.sort(key=lambda entry: [*FAMILIES.values(), ""].index(families[entry.name]))
-    return {
-        entry.name: {
-            "family": families[entry.name],
-            "parameters": signature(entry),
-            "text": entry.text,
-            "arguments": {name: text for name, text in entry.arguments.items() if text},
-        }
-        for entry in entries
-    }
+def _plain(name: str) -> str:
+    """Return a name without what does not matter in a search: `LG-FedAvg` is `lgfedavg`."""
+    return "".join(filter(str.isalnum, name.lower()))
 
 
-def signature(entry: Entry[Any]) -> list[str]:
-    """Return each parameter with its default, in the form of a configuration."""
-    if getattr(entry.make, "variadic", False):
-        return ["method:last round, ..., method"]
-    return [_parameter(name, parameter) for name, parameter in entry.parameters.items()]
+def _kind_of(text: str) -> str | None:
+    """Return the kind that a word names in the singular or the plural, or None."""
+    for kind, about in KINDS.items():
+        if _plain(text) in (_plain(kind), _plain(about.singular)):
+            return kind
+    return None
 
 
-def _parameter(name: str, parameter: inspect.Parameter) -> str:
-    from fedloom.config.expression import show
+def _describe(name: str, kinds: list[str]) -> None:
+    """Print the description of each entry of this name."""
+    described = set()
+    names: dict[str, str] = {}
+    for kind in kinds:
+        for entry_name, entry in entries(kind).items():
+            names.setdefault(entry_name, kind)
+            if _plain(entry_name) == _plain(name) and entry["text"] not in described:
+                described.add(entry["text"])
+                _print_entry(entry_name, entry)
+    if described:
+        return
+    if len(kinds) == 1:
+        raise UnknownName(KINDS[kinds[0]].singular, name, names)
+    near = suggestion(name, [*names, *KINDS])
+    raise InvalidValue(f"unknown name {quoted(name)}{near} (fedloom list shows what there is)")
 
-    if parameter.default is inspect.Parameter.empty:
-        return name
-    if repr(parameter.default) == "<factory>":
-        return f"{name}=..."
-    text = parameter.default
-    return f"{name}={text if isinstance(text, str) and text.isidentifier() else show(text)}"
+
+def _print_entry(name: str, entry: dict[str, object]) -> None:
+    parameters, arguments = entry["parameters"], entry["arguments"]
+    assert isinstance(parameters, list)
+    assert isinstance(arguments, dict)
+    print(f"{name}({', '.join(parameters)})\n\n{entry['text']}")
+    if arguments:
+        print("\nParameters:")
+    for parameter, text in arguments.items():
+        about = f"{parameter}: {text}"
+        print(fill(about, 100, initial_indent="    ", subsequent_indent="        "))
+
+
+def _print_kinds() -> None:
+    width = max(map(len, KINDS))
+    for kind, about in KINDS.items():
+        count = len(entries(kind))
+        print(f"  {kind:{width}}  {count:3d}  {about.purpose}")
+    print("\nfedloom list KIND shows the names, fedloom list NAME describes one.")
+
+
+def _print_table(kind: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    listed: Entries = entries(kind)
+    console = Console()
+    for group, members in groupby(listed.items(), lambda item: item[1]["group"]):
+        title = Text(f"\n{group}", "bold") if group else None
+        table = Table(
+            box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left"
+        )
+        table.add_column(style="bold", no_wrap=True, width=max(map(len, listed)))
+        table.add_column()
+        for name, entry in members:
+            table.add_row(name, Text(" ".join(entry["text"].partition("\n\n")[0].split())))
+        console.print(table)
+    console.print(f"\nfedloom list {kind} NAME shows its parameters.")
 
 
 def _print_combinations(first: str, second: str) -> None:
@@ -144,40 +188,3 @@ def _print_combinations(first: str, second: str) -> None:
         width = max(map(len, combination.moments), default=0)
         for name, moments in combination.moments.items():
             print(f"    {name:{width}}  {', '.join(moments)}")
-
-
-def _list(kind: str, name: str | None) -> None:
-    plugins = os.environ.get(VARIABLE)
-    entries: Listed = (
-        registered(kind) if plugins else json.loads(LISTINGS.read_text(encoding="utf-8"))[kind]
-    )
-    if name is not None:
-        if name not in entries:
-            raise UnknownName(KINDS[kind][0], name, entries)
-        entry = entries[name]
-        print(f"{name}({', '.join(entry['parameters'])})\n\n{entry['text']}")
-        if entry["arguments"]:
-            print("\nParameters:")
-        for parameter, text in entry["arguments"].items():
-            print(
-                fill(
-                    f"{parameter}: {text}", 100, initial_indent="    ", subsequent_indent="        "
-                )
-            )
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    for family, group in groupby(entries.items(), lambda item: item[1]["family"]):
-        title = Text(f"\n{family}", "bold") if family else None
-        table = Table(
-            box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left"
-        )
-        table.add_column(style="bold", no_wrap=True, width=max(map(len, entries)))
-        table.add_column()
-        for entry_name, entry in group:
-            table.add_row(entry_name, Text(" ".join(entry["text"].partition("\n\n")[0].split())))
-        console.print(table)
-    console.print(f"\nfedloom {kind} NAME shows its parameters.")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 
+from fedloom.cli.catalog import cached_names
 from fedloom.errors import FedloomError, InvalidValue, quoted
 
 if TYPE_CHECKING:
@@ -25,7 +26,33 @@ option = partial(typer.Option, show_default=False)
 
 # The help of each command describes its arguments: not every version of click shows them.
 File = Annotated[Path, typer.Argument(metavar="FILE.toml", hidden=True)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
+
+
+def complete_override(incomplete: str) -> list[str]:
+    """Return the keys, or the names that fit a key, for the completion of `KEY=VALUE`."""
+    key, equals, value = incomplete.partition("=")
+    if not equals:
+        from fedloom.runs.config_file import KEYS
+
+        return [f"{name}=" for name in KEYS if name.startswith(key)]
+    names = cached_names(KINDS_OF_KEYS[key]) if key in KINDS_OF_KEYS else []
+    return [f"{key}={name}" for name in names if name.startswith(value)]
+
+
+KINDS_OF_KEYS = {
+    "algorithm": "algorithms",
+    "model": "models",
+    "engine": "engines",
+    "objective": "objectives",
+    "data.name": "datasets",
+    "data.partition": "partitions",
+}
+"""Kinds of the names that are values of keys."""
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", hidden=True, autocompletion=complete_override),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start again, also after a finished run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result, no progress.")]
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)]

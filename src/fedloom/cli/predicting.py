@@ -24,9 +24,24 @@ Probabilities = Annotated[
 Tokens = Annotated[
     int, option(metavar="N", help="Tokens to generate after each text, 100 by default.")
 ]
+FORMATS = ("onnx", "torch", "safetensors")
+"""Formats of exported models, for the completion of a command line."""
+
+
+def complete_format(incomplete: str) -> list[str]:
+    """Return the formats that begin with a text."""
+    return [name for name in FORMATS if name.startswith(incomplete)]
+
+
 Formats = Annotated[
     str,
-    typer.Option("--to", metavar="FORMAT", help="onnx, torch or safetensors.", show_default=False),
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        help="onnx, torch or safetensors.",
+        show_default=False,
+        autocompletion=complete_format,
+    ),
 ]
 Output = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="The file; else exported.* in RUN.")

@@ -1,4 +1,4 @@
-"""`fedloom bundle` and `fedloom replay`: results that others can check."""
+"""`fedloom paper bundle` and `fedloom paper replay`: results that others can check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bundle(
     folder: Folder,
     to: Annotated[Path | None, option(help="The file, by default DIR.zip.")] = None,
 ) -> None:
-    """Put runs into one file for fedloom replay, which runs them again and compares.
+    """Put runs into one file for fedloom paper replay, which runs them again and compares.
 
     DIR contains a run, a comparison or a reproduced table, such as runs/digits or
     runs/reproduce/fedumf.table-a2. The file has configurations, figures, final models and your own
@@ -39,7 +39,7 @@ def bundle(
     )
     if bundled.code:
         print(f"your own code in it: {', '.join(bundled.code)}")
-    print(f"to check it: fedloom replay {path}")
+    print(f"to check it: fedloom paper replay {path}")
 
 
 def replay(
@@ -56,7 +56,7 @@ def replay(
 ) -> None:
     """Run a bundle again, and compare the results cell by cell.
 
-    FILE is the output of fedloom bundle. Data are read from your folders (--data, or FEDLOOM_DATA);
+    FILE is the output of fedloom paper bundle. Data are read from your folders (--data, or FEDLOOM_DATA);
     nothing is downloaded. The exit code is 1 if a cell differs. After an interruption, the same
     command continues.
     """

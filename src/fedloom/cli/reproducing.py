@@ -1,4 +1,4 @@
-"""`fedloom reproduce`: list and run the papers' tables and figures."""
+"""`fedloom paper reproduce`: list and run the papers' tables and figures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def reproduce(
     fresh: Fresh = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the papers' tables and figures: fedloom reproduce [ID] [KEY=VALUE]...
+    """Run the papers' tables and figures: fedloom paper reproduce [ID] [KEY=VALUE]...
 
     Without ID, list them. A table's cells are run with the paper's protocol and shown beside the
     printed numbers. KEY=VALUE changes a key of the configuration. After an interruption, the same
@@ -196,7 +196,7 @@ def _list(folders: dict[str, str]) -> None:
             "or set FEDLOOM_DATA to the folder of all data."
         )
     console.print(
-        "fedloom reproduce ID --estimate prints the duration of one; docs/reproduce.md describes the protocols."
+        "fedloom paper reproduce ID --estimate prints the duration of one; docs/reproduce.md describes the protocols."
     )
 
 

@@ -2,7 +2,7 @@
 
 A function or class registers itself with a decorator in its file. The registry imports every module
 of one package on first use, so a new file is a new entry in the documentation and in every
-configuration. `docs/generate/listings.py` makes the lists of the command line from the registries.
+configuration. `cli/catalog.py` makes the lists of the command line from the registries.
 """
 
 import importlib

@@ -23,7 +23,7 @@ from fedloom.rounds.federation import Federation
 class Steps(Recorder):
     """A trace of the inputs and outputs of every client and local step in rounds `begin` to `end`.
 
-    `fedloom referee` compares it with the trace of another implementation. A round's file in
+    `fedloom paper referee` compares it with the trace of another implementation. A round's file in
     `recorded/` contains, for client 3, the tensors that it receives and sends
     (`steps/3/in/model/fc.weight`, `steps/3/out/...`). For its local step 0 it contains the
     `samples` (positions in the training data), the `loss`, and the weights `before` and `after`.

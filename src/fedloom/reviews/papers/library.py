@@ -53,6 +53,6 @@ def exhibit(name: str) -> Exhibit:
     if name not in entries:
         near = suggestion(name, [*entries, *titles()])
         raise InvalidValue(
-            f"no table or figure is called {name!r}{near} (fedloom reproduce lists all {len(entries)})"
+            f"no table or figure is called {name!r}{near} (fedloom paper reproduce lists all {len(entries)})"
         )
     return entries[name]

@@ -52,7 +52,7 @@ class ReproduceOptions:
             key = change.partition("=")[0].strip()
             if key in _OPTIONS:
                 raise InvalidValue(
-                    f"{key} is not set here: the options of fedloom reproduce say so (--help)"
+                    f"{key} is not set here: the options of fedloom paper reproduce say so (--help)"
                 )
 
 

@@ -1,0 +1,149 @@
+"""Names and descriptions of methods, models, data sets and the like, from their docstrings.
+
+They are kept in the user's cache folder, so that most commands need not import PyTorch. The cache
+is made again when a file of the package has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fedloom.config.plugins import VARIABLE
+
+if TYPE_CHECKING:
+    from fedloom.config.registry import Entry
+
+Entries = dict[str, dict[str, Any]]
+"""By name: the `group`, `parameters` with defaults, the docstring's `text`, and the descriptions of
+the parameters, `arguments`.
+"""
+
+
+class Kind(NamedTuple):
+    """A kind of names: its singular, its registry, and what the list says about it."""
+
+    singular: str
+    module: str
+    registry: str
+    purpose: str
+
+
+KINDS = {
+    "algorithms": Kind("algorithm", "fedloom.method", "algorithms", "Methods, by family."),
+    "parts": Kind("part", "fedloom.method", "algorithms", "Parts of a round, by moment."),
+    "models": Kind("model", "fedloom.models", "models", "Models."),
+    "datasets": Kind("data set", "fedloom.data.dataset", "datasets", "Data sets."),
+    "partitions": Kind(
+        "partition", "fedloom.data.partition", "partitions", "Ways to share data out to clients."
+    ),
+    "objectives": Kind("objective", "fedloom.objectives", "objectives", "What models can learn."),
+    "engines": Kind("engine", "fedloom.engines.choose", "engines", "Where clients train."),
+    "recorders": Kind(
+        "recorder", "fedloom.recording.recorder", "recorders", "Further figures of a run."
+    ),
+}
+
+
+def entries(kind: str) -> Entries:
+    """Return the entries of a kind, from the cache if it is up to date."""
+    if os.environ.get(VARIABLE):  # plugins may register more
+        return registered(kind)
+    path = cache_path()
+    with suppress(OSError, ValueError, KeyError):
+        cached: Entries = json.loads(path.read_text(encoding="utf-8"))[kind]
+        return cached
+    made = {name: registered(name) for name in KINDS}
+    with suppress(OSError):  # a folder that cannot be written costs a second each time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for older in path.parent.glob("catalog-*.json"):
+            older.unlink(missing_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(made), encoding="utf-8")
+        temporary.replace(path)
+    return made[kind]
+
+
+def cached_names(kind: str) -> list[str]:
+    """Return the names of a kind if the cache has them, for the completion of a command line."""
+    with suppress(OSError, ValueError, KeyError):
+        return list(json.loads(cache_path().read_text(encoding="utf-8"))[kind])
+    return []
+
+
+def cache_path() -> Path:
+    """Return the file of the cache, which depends on all files of the package."""
+    package = Path(__file__).parents[1]
+    stamps = hashlib.blake2b(str(package).encode(), digest_size=12)
+    for path in sorted(package.rglob("*.py")):
+        about = path.stat()
+        stamps.update(f"{path} {about.st_size} {about.st_mtime_ns}\n".encode())
+    folder = Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
+    return folder / f"catalog-{stamps.hexdigest()}.json"
+
+
+def registered(kind: str) -> Entries:
+    """Return the entries of a kind from its registry, ordered by group."""
+    about = KINDS[kind]
+    groups = _groups(kind)
+    registry = getattr(importlib.import_module(about.module), about.registry)
+    listed = [entry for entry in registry if not groups or entry.name in groups]
+    current = {entry.make: entry for entry in listed}  # without earlier names of the same
+    listed = [entry for entry in listed if current[entry.make] is entry]
+    titles = list(dict.fromkeys(groups.values()))
+    listed.sort(key=lambda entry: titles.index(groups[entry.name]) if groups else 0)
+    return {
+        entry.name: {
+            "group": groups.get(entry.name, ""),
+            "parameters": signature(entry),
+            "text": entry.text,
+            "arguments": {name: text for name, text in entry.arguments.items() if text},
+        }
+        for entry in listed
+    }
+
+
+def _groups(kind: str) -> dict[str, str]:
+    """Return the titles of the groups by name, in the order of the titles; none if there are no
+    groups.
+    """
+    from fedloom.method import algorithms
+    from fedloom.parts.families import FAMILIES, family_of
+    from fedloom.parts.moments import MOMENTS, parts_by_hook
+
+    groups: dict[str, str] = {}
+    if kind == "algorithms":
+        families = {entry.name: family_of(entry) for entry in algorithms}
+        for family, title in FAMILIES.items():
+            groups |= {name: title for name, member in families.items() if member == family}
+    elif kind == "parts":
+        by_hook = parts_by_hook()
+        for moment in MOMENTS:
+            for hook in moment.hooks:
+                for name in by_hook[hook]:
+                    groups.setdefault(name, f"{moment.name.capitalize()} ({moment.runs})")
+    return groups
+
+
+def signature(entry: Entry[Any]) -> list[str]:
+    """Return each parameter with its default, as a configuration writes it."""
+    if getattr(entry.make, "variadic", False):
+        return ["method:last round, ..., method"]
+    return [_parameter(name, parameter) for name, parameter in entry.parameters.items()]
+
+
+def _parameter(name: str, parameter: inspect.Parameter) -> str:
+    from fedloom.config.expression import show
+
+    if parameter.default is inspect.Parameter.empty:
+        return name
+    if repr(parameter.default) == "<factory>":
+        return f"{name}=..."
+    text = parameter.default
+    return f"{name}={text if isinstance(text, str) and text.isidentifier() else show(text)}"
