@@ -623,7 +623,7 @@ def test_earlier_names_of_lists_work_with_a_notice(fed: Say, kind: str) -> None:
 def test_earlier_names_of_commands_of_papers_work_with_a_notice(fed: Say) -> None:
     code, out, err = fed("reproduce")
     assert (code, out) == fed("paper", "reproduce")[:2]
-    assert err.startswith("fedloom: fedloom paper reproduce is now fedloom paper reproduce; ")
+    assert err.startswith("fedloom: fedloom reproduce is now fedloom paper reproduce; ")
 
 
 def test_formats_of_exports_are_completed() -> None:

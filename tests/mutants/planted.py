@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "a replay confirms forged figures",
-        "reviews/evidence/replay.py",
+        "reviews/evidence/answers.py",
         "return abs(a - b) <= FIGURES * max(abs(a), abs(b)) + slack",
         "return True",
         ("test_replay.py", "-k", "forged"),
