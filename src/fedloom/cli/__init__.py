@@ -125,7 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = app(words, prog_name="fedloom", standalone_mode=False, obj=words)
         if code == 130:  # a KeyboardInterrupt
             resumes = words[0] in RESUMED
-            _print_error(f"stopped; to continue: {resuming_command(words)}" if resumes else "stopped")
+            _print_error(
+                f"stopped; to continue: {resuming_command(words)}" if resumes else "stopped"
+            )
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         if "\n" in error.format_message():
