@@ -13,8 +13,8 @@ import pytest
 
 import fedloom as fl
 from fedloom.data.formats.arrow import read_any
-from fedloom.data.formats.csv_files import MARKERS
-from fedloom.errors import DataError
+from fedloom.data.formats.arrow_columns import MARKERS
+from fedloom.errors import DataError, InvalidValue
 from fedloom.serving.prediction_files import predict_file
 
 TRAINING = {"learning_rate": 1.0, "epochs": 5, "batch_size": 10}
@@ -89,6 +89,44 @@ def test_thousands_are_not_read_as_decimals(tmp_path: Path) -> None:
 def test_another_encoding_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 2 is not UTF-8.*Save the file as CSV UTF-8"):
         read(tmp_path, "town\nZürich\n".encode("latin-1"))
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        (b"a|y\n1|0\n2|1\n", "separator='|'", {1.0, 2.0}),
+        (b"a;y\n1,000;0\n2,000;1\n", "decimal=','", {1.0, 2.0}),
+        (b"a;y\n1,5;0\n2,5;1\n", "decimal='.'", {0.0, 1.0}),  # text: two categories
+        ("ä,y\n1.5,0\n2.5,1\n".encode("latin-1"), "encoding='latin-1'", {1.5, 2.5}),
+    ],
+)
+def test_separator_decimal_mark_and_encoding_can_be_given(
+    content: bytes, options: str, expected: set[float], tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    path = tmp_path / "a.csv"
+    task = fl.make_task(
+        f"table(path='{path}', test_path='{path}', target='y', standardise=false, {options})",
+        clients=1,
+        partition="iid",
+        model="logistic",
+    )
+    assert set(task.train.inputs.flatten().tolist()) == expected
+    assert task.test.inputs.equal(task.train.inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("separator='ab'", "separator must be one character, not 'ab'"),
+        ("encoding='latin-99'", "encoding must be a text encoding, .* not 'latin-99'"),
+        ("decimal=';'", "decimal must be"),
+    ],
+)
+def test_formats_that_no_csv_file_has_are_refused(options: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,y\n1,0\n2,1\n")
+    with pytest.raises(InvalidValue, match=text):
+        fl.make_task(f"table(path='{tmp_path / 'a.csv'}', target='y', {options})", clients=1)
 
 
 def test_line_breaks_in_quotes_are_part_of_the_cell(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 import fedloom as fl
 from fedloom.data.columns import Columns
-from fedloom.data.preprocessing import as_arrow
+from fedloom.data.formats.arrow import as_arrow
 from fedloom.data.sets.table import table_dataset
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.parts.accounting import ORDERS, epsilon
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment
-from fedloom.sites.site_data import own_data
+from fedloom.sites.site_data import DataAgreement, own_data
 from fedloom.state.tensors import read_tensors
 from fedloom.survey.column_statistics import Statistics
 from fedloom.survey.federated_statistics import statistics
@@ -231,6 +231,31 @@ def test_a_site_does_not_tell_of_fewer_rows_than_its_owner_allows(tmp_path: Path
         for ward in rows["ward"].unique()
     }
     assert categories == {ward: count for ward, count in expected.items() if count}
+
+
+def test_sites_read_columns_with_the_types_of_the_federation(tmp_path: Path) -> None:
+    """A site whose codes are numbers only, or that hold the marker NA, has the same categories."""
+    codes = [["007", "A12", "1.50"], ["007", "008", "1.50"], ["1.50", "NA", "2"]]
+    config = configured("outcome", tmp_path / "run", ", categorical=['code']")
+    grid = LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config)
+    for number, names in enumerate(codes):
+        rows = [f"{names[k % 3]},{('ill', 'well')[k % 2]}" for k in range(60)]
+        path = tmp_path / f"{number}.csv"
+        path.write_text("\n".join(["code,outcome", *rows, ""]))
+        site(grid, number).config["data"] = str(path)
+    server_app.serve(grid, config, PAUSE)
+    preprocessing = fl.load(tmp_path / "run").preprocessing
+    assert preprocessing.inputs.columns[0].categories == ("2", "007", "008", "1.50", "A12", "NA")
+    for number, names in enumerate(codes):
+        agreement = DataAgreement("table", preprocessing, "classification", 2, None)
+        dataset = agreement.dataset(
+            str(tmp_path / f"{number}.csv"), deployment(config).configuration
+        )
+        columns = dataset.train.inputs.sum(0).tolist()
+        expected = [
+            20 if name in names else 0 for name in preprocessing.inputs.columns[0].categories
+        ]
+        assert columns == expected
 
 
 def test_pictures_in_folders_and_texts_in_files_are_read_as_the_federation_has_them(

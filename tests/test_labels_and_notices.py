@@ -259,6 +259,17 @@ def test_the_quantiles_of_a_constant_are_the_constant() -> None:
     assert all(found[f"{share}%"] == pytest.approx(1.5) for share in (5, 25, 50, 75, 95))
 
 
+@pytest.mark.parametrize("smallest", [1, 5])
+@pytest.mark.parametrize("shift", [0.0, 100.0, -200.0])
+def test_quantiles_are_in_the_range_of_a_skewed_column(shift: float, smallest: int) -> None:
+    skewed = np.exp(2 * np.random.default_rng(0).normal(size=500)) + shift
+    frame = pd.DataFrame({"a": skewed, "b": -skewed, "y": [0, 1] * 250})
+    found = fl.statistics(task(frame, target="y"), smallest=smallest).frame()
+    for name in ("a", "b"):
+        quantiles = [found.loc[name, f"{share}%"] for share in (5, 25, 50, 75, 95)]
+        assert frame[name].min() <= min(quantiles) <= max(quantiles) <= frame[name].max()
+
+
 def test_errors_of_compiled_libraries_name_no_place_in_the_users_code(tmp_path: Path) -> None:
     (tmp_path / "e.csv").write_text("")
     with pytest.raises(DataError) as caught:

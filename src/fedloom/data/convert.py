@@ -21,11 +21,10 @@ Array = np.ndarray[Any, Any]
 def as_inputs(values: Any) -> Tensor:
     """Convert inputs `[n, ...]` to uint8 (bytes, with a channel), int64 (whole numbers) or float32."""
     values = _plain(values)
-    if isinstance(values, Tensor) and (
-        values.is_floating_point() or values.dtype in (torch.uint8, torch.int64)
-    ):
-        if values.dtype != torch.int64:
-            _require_channels_first(values, "inputs.permute(0, 3, 1, 2)")
+    if isinstance(values, Tensor) and values.dtype == torch.int64:
+        return values
+    if isinstance(values, Tensor) and (values.is_floating_point() or values.dtype == torch.uint8):
+        _require_channels_first(values, "inputs.permute(0, 3, 1, 2)")
         return values
     array = _array(values, "inputs")
     if array.dtype.kind in "SUO":
@@ -33,14 +32,12 @@ def as_inputs(values: Any) -> Tensor:
             f"inputs are text, such as {quoted(array.flat[0], str)}: give numbers, or a table with target=..., which makes "
             "columns of categories numbers"
         )
-    if array.dtype == np.uint8:
-        array = array[:, None] if array.ndim == 3 else array
-        _require_channels_first(array, "inputs.transpose(0, 3, 1, 2)")
-        return torch.from_numpy(array.copy())
-    if array.dtype.kind in "iu":
+    if array.dtype.kind in "iu" and array.dtype != np.uint8:
         return _whole(array, "inputs")
+    if array.dtype == np.uint8 and array.ndim == 3:
+        array = array[:, None]
     _require_channels_first(array, "inputs.transpose(0, 3, 1, 2)")
-    return _floats(array, "inputs")
+    return torch.from_numpy(array.copy()) if array.dtype == np.uint8 else _floats(array, "inputs")
 
 
 def _plain(values: Any) -> Any:
@@ -68,15 +65,36 @@ def as_labels(values: Any) -> tuple[Tensor, Names | None]:
     """Convert targets `[n, ...]` to int64 or float32; text to its alphabetical rank, and the texts
     by rank.
     """
+    labels, names, is_boolean = _numbered(values, "labels")
+    return labels, BOOLEANS if is_boolean and labels.dim() == 1 else names
+
+
+def as_groups(values: Any) -> tuple[Tensor, Names | None]:
+    """Convert the client of each sample, `[n]` whole numbers or text, to int64, and return the
+    texts as `as_labels` does.
+    """
+    groups, names, _ = _numbered(values, "groups")
+    if groups.dim() != 1:
+        raise InvalidValue(
+            f"groups are one client for each sample, [n], not of shape {list(groups.shape)}"
+        )
+    if groups.is_floating_point():
+        raise InvalidValue(
+            "groups are floats: give whole numbers or text, such as groups.astype(int)"
+        )
+    return groups, names
+
+
+def _numbered(values: Any, field: str) -> tuple[Tensor, Names | None, bool]:
+    """Return numbers of values `[n, ...]`, the texts by number, and True for booleans."""
     values = _plain(values)
     if isinstance(values, Tensor) and (values.is_floating_point() or values.dtype == torch.int64):
-        return values, None
-    array = _array(values, "labels")
+        return values, None, False
+    array = _array(values, field)
     if array.dtype.kind in "SUO":
-        return _ranked(array, "labels")
-    if array.dtype.kind == "b" and array.ndim == 1:
-        return _whole(array, "labels"), BOOLEANS
-    return (_floats if array.dtype.kind == "f" else _whole)(array, "labels"), None
+        return *_ranked(array, field), False
+    convert = _floats if array.dtype.kind == "f" else _whole
+    return convert(array, field), None, array.dtype.kind == "b"
 
 
 def class_labels(values: Any, classes: int, source: Path | str) -> Tensor:
@@ -95,31 +113,10 @@ def class_labels(values: Any, classes: int, source: Path | str) -> Tensor:
     return torch.from_numpy(labels.astype(np.int64))
 
 
-def as_groups(values: Any) -> tuple[Tensor, Names | None]:
-    """Convert the client of each sample, `[n]` whole numbers or text, to int64, and return the
-    texts as `as_labels` does.
-    """
-    if isinstance(values, Tensor) and values.dtype == torch.int64 and values.dim() == 1:
-        return values, None
-    array = _array(values, "groups")
-    if array.ndim != 1:
-        raise InvalidValue(
-            f"groups are one client for each sample, [n], not of shape {list(array.shape)}"
-        )
-    if array.dtype.kind in "SUO":
-        return _ranked(array, "groups")
-    if array.dtype.kind == "f":
-        raise InvalidValue(
-            "groups are floats: give whole numbers or text, such as groups.astype(int)"
-        )
-    return _whole(array, "groups"), None
-
-
 def require_finite(values: Tensor, name: str) -> None:
     """Raise `InvalidValue`, with the first row, if a number is NaN or infinite."""
-    finite = (
-        torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else torch.isfinite(values)
-    )
+    finite = torch.isfinite(values)
+    finite = finite.flatten(1).all(1) if values.dim() > 1 else finite
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
         raise InvalidValue(

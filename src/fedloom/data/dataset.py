@@ -143,6 +143,15 @@ def hold_out(
     return samples[training], samples[~training]
 
 
+def in_two(splits: Sequence[Samples], fraction: float, seed: int) -> tuple[Samples, Samples]:
+    """Return training and test samples with names numbered alike; of one part, `hold_out` holds out
+    the test samples.
+    """
+    train, test = splits if len(splits) > 1 else hold_out(splits[0], fraction, seed)
+    train, test = same_names(train, test)
+    return train, test
+
+
 def same_names(*splits: Samples) -> tuple[Samples, ...]:
     """Return the samples with labels and groups of text numbered alike in all of them."""
     for kind in ("label", "group"):
@@ -166,14 +175,10 @@ def _renumbered(samples: Samples, kind: str, names: Names) -> Samples:
     if numbers is None or texts == names:
         return samples
     position = {name: index for index, name in enumerate(names)}
-    for name in texts:
-        if name not in position:
-            raise InvalidValue(
-                f"{kind}s: {quoted(name)} is none of the {len(names)} names{suggestion(name, list(names))}"
-            )
-    ranks = torch.tensor(
-        [position[name] for name in texts], dtype=torch.int64, device=numbers.device
-    )
+    if strange := [name for name in texts if name not in position]:
+        near = suggestion(strange[0], list(names))
+        raise InvalidValue(f"{kind}s: {quoted(strange[0])} is none of the {len(names)} names{near}")
+    ranks = numbers.new_tensor([position[name] for name in texts], dtype=torch.int64)
     fields: dict[str, Any] = {f"{kind}s": ranks[numbers], f"{kind}_names": names}
     return replace(samples, **fields)
 
@@ -253,28 +258,24 @@ class Dataset:
         if any(values.dim() != 1 or values.dtype != torch.int64 for values in labels):
             return  # for `require_targets` to refuse
         classes = self.classes or (0 if self.train.label_names is None else len(names or ()))
-        lowest, highest = (
-            int(f(torch.stack([f(values) for values in labels]))) if labels else 0
-            for f in (torch.min, torch.max)
-        )
-        if lowest == _IGNORED and _only_negative(labels, _IGNORED):
-            remedy = "leave these samples out, or take objective='segmentation' or 'next_token'"
-            raise InvalidValue(
-                f"labels contain {_IGNORED}, which PyTorch's losses ignore: {remedy}"
-            )
-        if classes and not 0 <= lowest <= highest < classes:
-            outlier = highest if highest >= classes else lowest
-            raise InvalidValue(
-                f"labels must be 0 to {classes - 1}, and {outlier} is among them: without classes, they are numbered from 0"
-            )
-        present = torch.cat(labels).unique() if labels else torch.empty(0)
-        if not classes and (lowest or highest + 1 > _SPARSE * len(present)):
-            splits = [
-                replace(samples, labels=torch.searchsorted(present, samples.labels))
-                for samples in splits
-            ]
-            names, highest = names or tuple(map(str, present.tolist())), len(present) - 1
-        classes = classes or highest + bool(labels)
+        if labels:
+            present = torch.cat(labels).unique()
+            lowest, highest = int(present[0]), int(present[-1])
+            if lowest == _IGNORED and not (present[1:] < 0).any():
+                remedy = "leave these samples out, or take objective='segmentation' or 'next_token'"
+                raise InvalidValue(
+                    f"labels contain {_IGNORED}, which PyTorch's losses ignore: {remedy}"
+                )
+            if classes and not 0 <= lowest <= highest < classes:
+                outlier = highest if highest >= classes else lowest
+                raise InvalidValue(
+                    f"labels must be 0 to {classes - 1}, and {outlier} is among them: without classes, they are numbered from 0"
+                )
+            if not classes and (lowest or highest + 1 > _SPARSE * len(present)):
+                ranks = [torch.searchsorted(present, samples.labels) for samples in splits]
+                splits = [replace(s, labels=rank) for s, rank in zip(splits, ranks, strict=True)]
+                names, highest = names or tuple(map(str, present.tolist())), len(present) - 1
+            classes = classes or highest + 1
         vars(self).update(train=splits[0], test=splits[1], classes=classes, class_names=names)
 
     def _label_type(self) -> LabelType:
@@ -304,30 +305,24 @@ class Dataset:
         task, with all figures.
         """
         encoding, inputs, objective = self.encoding, self.train.inputs, self.objective
+        shape = tuple(inputs.shape[1:])
         if encoding is None and inputs.dtype == torch.uint8:
-            encoding = PictureInputs(tuple(inputs.shape[1:]), self.mean or (), self.std or ())
+            encoding = PictureInputs(shape, self.mean or (), self.std or ())
         elif encoding is None:
-            encoding = TensorInputs(
-                tuple(inputs.shape[1:]), str(inputs.dtype).removeprefix("torch.")
-            )
+            encoding = TensorInputs(shape, str(inputs.dtype).removeprefix("torch."))
         classes = self.spec.outputs if objective.answer in ("class", "classes", "pixel") else 0
         names = self.class_names or tuple(map(str, range(classes)))
         kind = self.label_type if objective.answer == "class" else ""
-        outputs = ModelOutputs(objective.answer, self.target, names, kind)
+        scale: tuple[tuple[float, ...], ...] = ((), ())
         if isinstance(objective, Standardised):
-            outputs = replace(
-                outputs, mean=tuple(objective.mean), deviation=tuple(objective.deviation)
-            )
-        return Preprocessing(encoding, outputs)
+            scale = tuple(objective.mean), tuple(objective.deviation)
+        return Preprocessing(
+            encoding, ModelOutputs(objective.answer, self.target, names, kind, *scale)
+        )
 
 
 # the label of samples that PyTorch's losses ignore
 _IGNORED = -100
-
-
-def _only_negative(labels: Sequence[Tensor], value: int) -> bool:
-    """Return True if all negative labels are `value`."""
-    return all(bool(((values >= 0) | (values == value)).all()) for values in labels)
 
 
 # labels of which at least this many times more are absent than present are numbered anew

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from fedloom.data.columns import TableInputs
 from fedloom.data.convert import as_inputs, require_finite
+from fedloom.data.formats.arrow import as_arrow
+from fedloom.data.formats.csv_files import CsvOptions
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.formats.words import UNKNOWN, encode, tokens
@@ -196,54 +198,58 @@ class Preprocessing:
             raise DataError(f"{source}: not as it was written")
         return preprocessing
 
-    def apply(self, data: Any, source: str = "data") -> tuple[Tensor, list[str]]:
-        """Return the model's inputs `[n, ...]` of a table, an array, paths of pictures or texts,
-        and notices in a line each.
+    @property
+    def csv_options(self) -> CsvOptions:
+        """Types of the columns of a CSV file: text that was text in training, and numbers."""
+        if isinstance(self.inputs, TextInputs):
+            return CsvOptions([self.inputs.column])
+        columns = self.inputs.columns if isinstance(self.inputs, TableInputs) else ()
+        text = [column.name for column in columns if column.categories is not None]
+        return CsvOptions(text, [column.name for column in columns if column.name not in text])
 
-        Raises `DataError` for columns, cells or pictures that do not fit, `InvalidValue` for an
-        array of another shape.
+    def apply(self, data: Any, source: str = "data") -> tuple[Tensor, list[str]]:
+        """Encode a table, an array, paths of pictures or texts.
+
+        Args:
+            data: Data of `n` samples.
+            source: Its name in errors and notices.
+
+        Returns:
+            The model's inputs `[n, ...]`, and notices in a line each.
+
+        Raises:
+            DataError: Columns, cells or pictures do not fit.
+            InvalidValue: An array has another shape.
         """
         encoding, table = self.inputs, as_arrow(data)
-        if not isinstance(encoding, TableInputs | TensorInputs) and table is None:
-            data = _as_list(data)
         if isinstance(encoding, TableInputs):
             if table is None:
+                given = type(data).__name__
                 raise InvalidValue(
-                    f"{source}: the model was trained on a table: give one, not {type(data).__name__}"
+                    f"{source}: the model was trained on a table: give one, not {given}"
                 )
-            inputs, notices = encoding.encode(table, source)
-            expected = {*(column.name for column in encoding.columns), self.outputs.name}
-            if unknown := [name for name in table.column_names if name not in expected]:
-                listed = ", ".join(map(quoted, unknown))
-                notices.insert(
-                    0, f"{source}: left out columns that the model was not trained on: {listed}"
-                )
-            return encoding.scaled(inputs), notices
+            return self._of_table(encoding, table, source)
+        if table is None:
+            data = _as_list(data)
         if isinstance(encoding, TextInputs):
-            if table is not None:
-                if encoding.column not in table.column_names:
-                    raise DataError(
-                        f"{source}: no column {quoted(encoding.column)}, which the model was trained on"
-                    )
-                data = table.column(encoding.column).to_pylist()
-            data = [data] if isinstance(data, str) else data
-            if isinstance(data, Sequence) and all(isinstance(text, str) for text in data):
-                return encoding.encode(data), []
-        if isinstance(encoding, PictureInputs):
-            paths = (
-                [data]
-                if isinstance(data, str | Path)
-                else data
-                if isinstance(data, Sequence)
-                else []
-            )
-            if paths and all(isinstance(path, str | Path) for path in paths):
-                return read_files(
-                    [Path(path) for path in paths],
-                    encoding.shape[0],
-                    (encoding.shape[1], encoding.shape[2]),
-                ), []
+            data = data if table is None else _texts(table, encoding.column, source)
+            texts = _items(data, str)
+            if texts is not None:
+                return encoding.encode(texts), []
+        if isinstance(encoding, PictureInputs) and (paths := _items(data, str, Path)):
+            channels, height, width = encoding.shape
+            return read_files(list(map(Path, paths)), channels, (height, width)), []
         return self._tensor(data, source), []
+
+    def _of_table(self, encoding: TableInputs, table: Any, source: str) -> tuple[Tensor, list[str]]:
+        inputs, notices = encoding.encode(table, source)
+        expected = {*(column.name for column in encoding.columns), self.outputs.name}
+        if unknown := [name for name in table.column_names if name not in expected]:
+            listed = ", ".join(map(quoted, unknown))
+            notices.insert(
+                0, f"{source}: left out columns that the model was not trained on: {listed}"
+            )
+        return encoding.scaled(inputs), notices
 
     def _tensor(self, data: Any, source: str) -> Tensor:
         with reading(source, "no inputs"):
@@ -267,24 +273,20 @@ class Preprocessing:
         """Return a batch as the model takes it: bytes as normalised float32, other inputs
         unchanged.
         """
-        encoding = self.inputs
-        scale = (
-            (encoding.mean, encoding.deviation)
-            if isinstance(encoding, PictureInputs) and encoding.mean
-            else None
-        )
+        scale = None
+        if isinstance(self.inputs, PictureInputs) and self.inputs.mean:
+            scale = (self.inputs.mean, self.inputs.deviation)
         return normalised(inputs, scale)
 
     def differences(self, other: "Preprocessing") -> list[str]:
         """Return a line for everything that is not alike in both; of a table, each column is named."""
         ours, theirs = self._entries(), other._entries()
-        lines = [
-            f"{name} is on one side alone"
-            if name not in ours or name not in theirs
-            else f"{name}: {a} and {b}"
-            for name in {**ours, **theirs}
-            if (a := quoted(ours.get(name))) != (b := quoted(theirs.get(name)))
-        ]
+        lines = []
+        for name in {**ours, **theirs}:
+            if name not in ours or name not in theirs:
+                lines.append(f"{name} is on one side alone")
+            elif ours[name] != theirs[name]:
+                lines.append(f"{name}: {quoted(ours[name])} and {quoted(theirs[name])}")
         return lines or ([] if self == other else ["the columns are in another order"])
 
     def _entries(self) -> dict[str, Any]:
@@ -319,18 +321,15 @@ def _as_list(data: Any) -> Any:
     return data.tolist() if is_text and hasattr(data, "tolist") else data
 
 
-def as_arrow(data: Any) -> Any:
-    """Return a table of pandas, Polars, Arrow or Hugging Face's `datasets` as an Arrow table; None
-    for anything else.
-    """
-    library = type(data).__module__.partition(".")[0]
-    if library == "pandas" and hasattr(data, "columns"):
-        import pyarrow as pa
+def _items(data: Any, *kinds: type) -> list[Any] | None:
+    """Return one object or several of these types as a list, None for other data."""
+    items = [data] if isinstance(data, kinds) else data
+    fit = isinstance(items, Sequence) and all(isinstance(item, kinds) for item in items)
+    return list(items) if fit else None
 
-        names = [str(name) for name in data.columns]
-        return pa.Table.from_pandas(data.set_axis(names, axis=1), preserve_index=False)
-    if library == "polars" and hasattr(data, "to_arrow") and hasattr(data, "columns"):
-        return data.to_arrow()
-    if library == "datasets" and hasattr(data, "with_format"):
-        return data.with_format("arrow")[:]
-    return data if library == "pyarrow" and hasattr(data, "column_names") else None
+
+def _texts(table: Any, name: str, source: str) -> list[Any]:
+    if name not in table.column_names:
+        raise DataError(f"{source}: no column {quoted(name)}, which the model was trained on")
+    texts: list[Any] = table.column(name).to_pylist()
+    return texts

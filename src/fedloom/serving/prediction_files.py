@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.data.columns import TableInputs
 from fedloom.data.formats.arrow import read_any, read_csv
 from fedloom.data.formats.csv_files import TEXT_TABLES
 from fedloom.data.formats.limits import read_text, reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import pictures
-from fedloom.data.preprocessing import Inputs, PictureInputs, TextInputs
+from fedloom.data.preprocessing import PictureInputs, TextInputs
 from fedloom.errors import DataError, InvalidValue, shortened
 from fedloom.serving.predictor import Predictor
 
@@ -101,24 +100,13 @@ def _samples(predictor: Predictor, path: Path, to_text: bool) -> tuple[Any, Any]
         if not all(texts):
             raise DataError(f"{path}: line {texts.index('') + 1} is empty: write one text per line")
         return texts, pa.table({"text": texts})
-    text, numbers = _columns_by_type(inputs)
+    options = predictor.preprocessing.csv_options
     if path.is_file() and path.suffix.lower() in TEXT_TABLES:
-        table, cells = read_csv(path, text, numbers)
+        table, cells = read_csv(path, options)
         # the written file must not change cells such as 007
         return table, cells if to_text else table
-    table = read_any(path, text, numbers)[0]
+    table = read_any(path, options)[0]
     return table, table
-
-
-def _columns_by_type(inputs: Inputs) -> tuple[list[str], list[str]]:
-    """Return the columns that were text in training, and the numeric ones."""
-    if isinstance(inputs, TextInputs):
-        return [inputs.column], []
-    if not isinstance(inputs, TableInputs):
-        return [], []
-    text = [column.name for column in inputs.columns if column.categories is not None]
-    numbers = [column.name for column in inputs.columns if column.categories is None]
-    return text, numbers
 
 
 def prediction_columns(predictor: Predictor, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.messages import Refusal, Words, pack, whole_number
 from fedloom.sites.node_config import Identity, NodeConfig
 from fedloom.sites.secure_round import exchanges_layers, layer_exchange
-from fedloom.sites.site_data import own_table, table_roles
+from fedloom.sites.site_data import csv_options, own_table, table_roles
 from fedloom.sites.site_peer import SitePeer
 from fedloom.sites.site_task import KeptTask, OwnData, SiteTask, own_task, simulated_task
 from fedloom.state.client_files import ClientFiles
@@ -105,7 +105,8 @@ class Site:
 
     def _table(self, source: str) -> dict[str, Values]:
         """Return the columns of this site's table before the sites have agreed on columns."""
-        roles, table = table_roles(self.settings.configuration), own_table(source)
+        configuration = self.settings.configuration
+        roles, table = table_roles(configuration), own_table(source, csv_options(configuration))
         if roles is None or table is None:
             raise InvalidValue(
                 f"site {self.number}: {source} is not a table, but the federation's data are"
@@ -121,10 +122,10 @@ class Site:
             )
         train, share = (
             Partition.of([np.arange(len(dataset.train))]),
-            self.settings.configuration.data.local_test,
+            configuration.data.local_test,
         )
         if share is not None and not len(dataset.test):
-            train, _ = split_train_test(train, self.settings.configuration.seed, share)
+            train, _ = split_train_test(train, configuration.seed, share)
         return columns_of(dataset, dataset.train[torch.from_numpy(train.indices)])
 
     def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:

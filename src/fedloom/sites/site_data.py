@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from fedloom.config.fields import checked
-from fedloom.config.plugins import found_at, refused_code
+from fedloom.config.plugins import refused_code
 from fedloom.data.columns import Columns, Moments, TableColumn, TableInputs
+from fedloom.data.convert import BOOLEANS
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.arrow import read_any
+from fedloom.data.formats.arrow import PARQUET, as_arrow, read_any
+from fedloom.data.formats.csv_files import TEXT_TABLES, CsvOptions
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.preprocessing import (
     ModelOutputs,
@@ -23,12 +25,12 @@ from fedloom.data.preprocessing import (
     Preprocessing,
     TensorInputs,
     TextInputs,
-    as_arrow,
+    label_type,
 )
-from fedloom.data.sets.own import function_data, own_samples, split_arrays
+from fedloom.data.sets.own import called, function_data, own_samples, split_arrays
 from fedloom.data.sets.picture_files import read_image_folder
 from fedloom.data.sets.table import table_dataset
-from fedloom.errors import DataError, InvalidValue, RefusedReply, one_line, quoted
+from fedloom.errors import DataError, InvalidValue, RefusedReply, quoted
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective, expression_of
@@ -36,8 +38,6 @@ from fedloom.objectives.regression import Regression, Standardised
 from fedloom.runs.configuration import Configuration
 from fedloom.survey.column_statistics import Statistics
 from fedloom.task import make_dataset
-
-_TABLES = (".csv", ".tsv", ".txt", ".parquet", ".pq")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ class DataAgreement:
                 if configuration.objective
                 else self.built_objective()
             )
-            table = own_table(source) if isinstance(inputs, TableInputs | TextInputs) else None
+            table = None
+            if isinstance(inputs, TableInputs | TextInputs):
+                table = own_table(source, csv_options(configuration, self.preprocessing))
             if table is not None:
                 columns = [inputs.column] if isinstance(inputs, TextInputs) else []
                 roles = table_roles(configuration) or Columns(outputs.name, inputs=columns)
@@ -149,29 +151,49 @@ class DataAgreement:
         return dataset
 
 
-def own_table(source: str) -> tuple[Any, Any] | None:
+def own_table(source: str, options: CsvOptions) -> tuple[Any, Any] | None:
     """Return the Arrow tables of a site's training and test rows; None for other data.
 
     The table of test rows may be empty.
+
+    Args:
+        source: `module:function`, or the path of a file or folder.
+        options: Types of columns and the format of a CSV file.
     """
     path, test = Path(source), None
     if ":" in source and not path.exists():
-        function = found_at(source, "source", "'module:function'")
-        try:
-            table = as_arrow(function())
-        except Exception as error:
-            raise DataError(
-                f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}"
-            ) from error
+        table = as_arrow(called(source))
     elif (
-        path.suffix in _TABLES
+        path.suffix.lower() in (*TEXT_TABLES, *PARQUET)
         or (path / "state.json").is_file()
         or (path / "dataset_dict.json").is_file()
     ):
-        table, test = read_any(path)
+        table, test = read_any(path, options)
     else:
         return None
     return None if table is None else (table, table.slice(0, 0) if test is None else test)
+
+
+def csv_options(configuration: Configuration, agreed: Preprocessing | None = None) -> CsvOptions:
+    """Return the types of columns and the format of the CSV files of a federation's sites.
+
+    Args:
+        configuration: Configuration, which may name columns of categories and the format.
+        agreed: Preprocessing on which the sites have agreed.
+    """
+    entry, options = datasets.read(configuration.data.name)
+    formats = {"separator", "decimal", "encoding"} if entry.name == "table" else set()
+    chosen = {name: value for name, value in options.items() if name in formats}
+    roles = table_roles(configuration) or Columns()
+    if agreed is None:
+        return CsvOptions(roles.text, **chosen)
+    types, outputs = agreed.csv_options, agreed.outputs
+    text = [*roles.text, *types.text]
+    names = outputs.classes
+    is_class = outputs.answer == "class" and names and names != BOOLEANS
+    if is_class and (outputs.label_type or label_type(names)) == "text":
+        text.append(outputs.name)
+    return CsvOptions(text, types.numbers, **chosen)
 
 
 def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples, Samples | None]:
@@ -299,7 +321,7 @@ def server_table(agreed: Preprocessing, configuration: Configuration) -> Dataset
         objective = build_objective(configuration.objective, configuration.metrics)
     if path := options.get("test_path") or options.get("path"):
         held_out = {name: options[name] for name in ("test_fraction", "seed") if name in options}
-        train, test = read_any(Path(path))
+        train, test = read_any(Path(path), csv_options(configuration, agreed))
         if options.get("test_path"):
             train, test = train.slice(0, 1), train
         dataset = table_dataset("table", train, test, roles, path, agreed=agreed, **held_out)

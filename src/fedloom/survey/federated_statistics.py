@@ -5,7 +5,8 @@ The server asks every client four times, and adds up the numbers that come back:
 
     kinds      the columns, each of `numbers` or of `categories`
     sums       rows, empty cells, and the sum of the numbers or the rows of each category
-    squares    squared deviations from the mean over all clients
+    squares    squared deviations from the mean over all clients; without bounds, also the means of
+               the `smallest` lowest and of the `smallest` highest numbers, between which bins lie
     bins       rows in each of equal bins; the outer two are open
 
 A client leaves out what fewer than `smallest` of its rows say: a column, a category; bins share
@@ -17,7 +18,7 @@ sends.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import add
@@ -80,6 +81,9 @@ LEAST_NOISE = 1.0
 
 MOST_DELTA = 1e-5
 """Probability with which a client tells a category of a single row beside noise, at most."""
+
+LEAST_RANGE = 1e-6
+"""Range of a column that is no constant, in units of the reach of its bins."""
 
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -223,9 +227,7 @@ def answer(
             shown = max(hiding, about.get("least", 0.0))  # a server may only raise it
             answers[name] = _sums(values, about, empty, shown, partial(random, name), noise > 0)
         elif step == "squares":
-            mean = about["mean"]
-            most = max((bound - mean) ** 2 for bound in about.get("bounds", (0.0,)))
-            answers[name] = [float(((values - mean) ** 2).sum() + most * random(name)[0])], {}
+            answers[name] = _squares(values, about, least, random(name)[0]), {}
         else:
             low, high, count = about["bins"]
             rows = np.histogram(np.clip(values, low, high), count, (low, high))[0].astype(float)
@@ -306,6 +308,20 @@ def _sums(
         (values - (low + high) / 2).sum(),
     )
     return [float(count), empty, float(total + count * (low + high) / 2)], {}
+
+
+def _squares(values: Values, about: _About, least: int, noise: float) -> list[float]:
+    """Return the squared deviations and, without bounds, means of the `least` lowest and highest
+    numbers, each of which tells of `least` rows.
+    """
+    mean, bounds = about["mean"], about.get("bounds", ())
+    most = max(((bound - mean) ** 2 for bound in bounds), default=0.0)
+    squares = float(((values - mean) ** 2).sum() + most * noise)
+    if bounds or not len(values):
+        return [squares]
+    count = max(1, least) * (values.size // len(values))
+    ordered = np.sort(values, axis=None)
+    return [squares, float(ordered[:count].mean()), float(ordered[-count:].mean())]
 
 
 def shared_rows(rows: Values, smallest: int) -> Values:
@@ -414,11 +430,10 @@ class _Collection:
 
     def add_squares(self) -> None:
         """Add the deviations, and the edges of the bins."""
-        for name, ((squares,), _) in self._summed("squares", 1).items():
+        for name, ((squares, *extremes), _) in self._summed("squares", 1).items():
             mean = self.about[name]["mean"]
             deviation = math.sqrt(max(0.0, squares) / self.columns[name].count)
-            reach = REACH * deviation or max(1.0, abs(mean)) / 2
-            edges = self.survey.bounds.get(name, (mean - reach, mean + reach))
+            edges = self.survey.bounds.get(name) or _edges(mean, deviation, extremes)
             self._set(name, mean=mean, deviation=deviation, edges=edges)
             self.about[name]["bins"] = (*edges, self.survey.bins)
 
@@ -432,7 +447,7 @@ class _Collection:
 
     def _summed(self, step: str, length: int) -> dict[str, Listed]:
         """Return the sums over the clients of `length` numbers of each column (one more for sums of
-        numbers), and the rows of each category.
+        numbers), the lowest and highest numbers, and the rows of each category.
         """
         request = {"step": step, "smallest": self.survey.smallest, "noise": self.noise}
         if self.noise:
@@ -444,13 +459,34 @@ class _Collection:
             columns = _sound(dict[_Name, Listed], words.get("columns"), client)
             for name, (listed, rows) in columns.items():
                 wanted = length + (step == "sums" and name in self.numbers)
+                wanted += 2 * (step == "squares" and name not in self.survey.bounds)
                 if name not in self.about or len(listed) != wanted:
                     raise _refusal(client)
-                if not self.noise and min(*listed[:2], *rows.values(), 0.0) < 0:
+                positive = listed[:1] if step == "squares" else listed[:2]
+                if not self.noise and min(*positive, *rows.values(), 0.0) < 0:
                     raise _refusal(client)
-                sums[name] = list(map(add, sums.get(name, [0.0] * wanted), listed))
+                sums[name] = _merged(step, sums[name], listed) if name in sums else listed
                 told.setdefault(name, {})[client] = rows
         return {name: (total, _categories(told[name], name)) for name, total in sums.items()}
+
+
+def _merged(step: str, total: Sequence[float], listed: Sequence[float]) -> list[float]:
+    """Return the sums of two answers; of the lowest and the highest numbers the extremes."""
+    sums = list(map(add, total, listed))
+    if step != "squares":
+        return sums
+    return [sums[0], *map(min, total[1:2], listed[1:2]), *map(max, total[2:], listed[2:])]
+
+
+def _edges(mean: float, deviation: float, extremes: Sequence[float]) -> tuple[float, float]:
+    """Return where bins begin and end: `REACH` deviations from the mean, not beyond the lowest and
+    the highest numbers.
+    """
+    reach = REACH * deviation or max(1.0, abs(mean)) / 2
+    low, high = max(mean - reach, extremes[0]), min(mean + reach, extremes[1])
+    if high - low < reach * LEAST_RANGE:  # a constant
+        return mean - reach, mean + reach
+    return low, high
 
 
 def _categories(told: Mapping[int, Mapping[str, float]], name: str) -> dict[str, float]:

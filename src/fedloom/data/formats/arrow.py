@@ -1,16 +1,17 @@
-"""Arrow tables: from parquet and CSV files, folders of Hugging Face's `datasets`, or their hub; and
-columns of pictures.
+"""Arrow tables: of parquet and CSV files, folders of Hugging Face's `datasets` and their hub, and of
+data frames; columns of pictures.
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fedloom.data.formats.csv_files import TEXT_TABLES, read_text_table, typed
+from fedloom.data.formats.arrow_columns import is_pictures
+from fedloom.data.formats.csv_files import TEXT_TABLES, CsvOptions, read_text_table, typed
 from fedloom.data.formats.limits import (
     allowed_bytes,
     read_text,
@@ -20,6 +21,9 @@ from fedloom.data.formats.limits import (
 )
 from fedloom.data.formats.pictures import decode_images
 from fedloom.errors import DataError, import_extra, quoted, shortened
+
+PARQUET = (".parquet", ".pq")
+"""Endings of parquet files."""
 
 _BATCH = 1 << 16  # rows that are unpacked at a time, if a row has a fixed width
 _TEXT_BATCH = 1000  # the same if it has not
@@ -102,12 +106,12 @@ def _unpacked_bytes(cells: Any) -> int:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if not isinstance(cells.type, pa.DictionaryType):
+    if not pa.types.is_dictionary(cells.type):
         return int(cells.nbytes)
     total = 0
     for chunk in cells.chunks:
         values = chunk.dictionary
-        if _is_binary(values.type):
+        if values.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
             # Arrow trusts indices; those outside the dictionary are found by a full check.
             chunk.validate(full=True)
             lengths = pc.binary_length(values).cast(pa.int64())
@@ -116,18 +120,6 @@ def _unpacked_bytes(cells: Any) -> int:
             width = 8 if pa.types.is_primitive(values.type) else values.nbytes
             total += width * len(chunk)
     return total
-
-
-def _is_binary(kind: Any) -> bool:
-    import pyarrow as pa
-
-    tests = (
-        pa.types.is_string,
-        pa.types.is_large_string,
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-    )
-    return any(test(kind) for test in tests)
 
 
 def checked(table: Any, source: Path | str) -> Any:
@@ -148,19 +140,9 @@ def checked(table: Any, source: Path | str) -> Any:
     return table
 
 
-def read_any(
-    path: Path, text: Collection[str] = (), numbers: Collection[str] = ()
-) -> tuple[Any, Any]:
-    """Read rows to train on, and to test on or None, from a CSV or parquet file or a folder of
-    `save_to_disk`.
-
-    Args:
-        path: The file or folder.
-        text: Columns of a CSV file that stay text, whatever their cells.
-        numbers: Columns of a CSV file that must be numbers.
-
-    Returns:
-        The Arrow tables.
+def read_any(path: Path, options: CsvOptions | None = None) -> tuple[Any, Any]:
+    """Read the Arrow tables to train on, and to test on or None, from a CSV or parquet file or a
+    folder of `save_to_disk`.
     """
     with reading(path, "damaged folder of a DatasetDict"):
         if (path / "dataset_dict.json").is_file():
@@ -176,31 +158,46 @@ def read_any(
         if not path.is_file():
             raise DataError(f"{path}: no such file")
     suffix = path.suffix.lower()
-    if suffix in (".parquet", ".pq"):
+    if suffix in PARQUET:
         return read_parquet([path]), None
     if suffix not in TEXT_TABLES:
         raise DataError(
             f"{path}: wanted a .csv, .tsv or .parquet file, or a folder that save_to_disk wrote"
         )
-    return read_csv(path, text, numbers)[0], None
+    return read_csv(path, options)[0], None
 
 
-def read_csv(
-    path: Path, text: Collection[str] = (), numbers: Collection[str] = ()
-) -> tuple[Any, Any]:
+def read_csv(path: Path, options: CsvOptions | None = None) -> tuple[Any, Any]:
     """Read a CSV file once.
 
     Args:
         path: The file.
-        text: Columns that stay text, whatever their cells.
-        numbers: Columns that must be numbers.
+        options: Types of columns and the format.
 
     Returns:
         An Arrow table with the type of each column, and one with each cell as it is in the file.
     """
+    options = options or CsvOptions()
     with reading(path, "damaged csv"):
-        cells = checked(read_text_table(path), path)
-        return typed(cells, str(path), text, numbers), cells
+        cells = checked(read_text_table(path, options), path)
+        return typed(cells, str(path), options), cells
+
+
+def as_arrow(data: Any) -> Any:
+    """Return a table of pandas, Polars, Arrow or Hugging Face's `datasets` as an Arrow table; None
+    for anything else.
+    """
+    library = type(data).__module__.partition(".")[0]
+    if library == "pandas" and hasattr(data, "columns"):
+        import pyarrow as pa
+
+        names = [str(name) for name in data.columns]
+        return pa.Table.from_pandas(data.set_axis(names, axis=1), preserve_index=False)
+    if library == "polars" and hasattr(data, "to_arrow") and hasattr(data, "columns"):
+        return data.to_arrow()
+    if library == "datasets" and hasattr(data, "with_format"):
+        return data.with_format("arrow")[:]
+    return data if library == "pyarrow" and hasattr(data, "column_names") else None
 
 
 def _saved(folder: Path) -> Any:
@@ -214,15 +211,6 @@ def _saved(folder: Path) -> Any:
         return checked(
             _read_all(paths, _stream_batches, "no folder that save_to_disk wrote"), folder
         )
-
-
-def is_pictures(kind: Any) -> bool:
-    """Return True for the type of a column of packed pictures, as Hugging Face's `datasets` store
-    them.
-    """
-    import pyarrow as pa
-
-    return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
 
 def hub_table(repository: str, split: str) -> Any:

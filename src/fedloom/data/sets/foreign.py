@@ -5,7 +5,7 @@ Polars.
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from torch.utils.data import IterableDataset
 
 from fedloom.data.columns import Columns
 from fedloom.data.convert import as_inputs
-from fedloom.data.dataset import Dataset, Samples, hold_out, same_names
+from fedloom.data.dataset import Dataset, Samples, in_two
+from fedloom.data.formats.arrow import as_arrow
 from fedloom.data.formats.limits import VARIABLE, allowed_bytes, reading
 from fedloom.data.lazy import LazyInputs
-from fedloom.data.preprocessing import as_arrow
 from fedloom.data.sets.table import table_dataset
 from fedloom.errors import InvalidValue, error_text, one_line
 from fedloom.objectives import Objective
@@ -37,63 +37,48 @@ def foreign_dataset(
     if isinstance(data, Mapping) and "train" in data:  # a DatasetDict
         train, test = data["train"], data.get("test", data.get("validation"))
     name = type(train).__name__
-    splits = [split for split in (train, test) if split is not None]
+    splits = [train] if test is None else [train, test]
     with reading(name, "no table that Arrow can hold"):
-        tables = [as_arrow(split) for split in splits]
-    if tables[0] is not None:
-        kind = (
-            "auto" if objective is None else "classification" if objective.classes else "regression"
-        )
-        columns = Columns(
-            str(target),
-            group if isinstance(group, list | tuple) else str(group),
-            kind=kind,  # type: ignore[arg-type]
-            has_options=False,
-        )
-        return table_dataset(name, tables[0], tables[1] if len(tables) > 1 else None, columns, name)
+        table, *tests = map(as_arrow, splits)
+    if table is not None:
+        names = group if isinstance(group, list | tuple) else str(group)
+        columns = Columns(str(target), names, kind=_kind(objective), has_options=False)
+        return table_dataset(name, table, tests[0] if tests else None, columns, name)
     if target != "" or group != "":
         raise InvalidValue(f"target and group name columns of a table, and a {name} has none")
     samples = [split if isinstance(split, Samples) else materialised(split) for split in splits]
-    if len(samples) == 1:
-        samples = list(hold_out(samples[0], _TEST_FRACTION, 0))
-    train, test = same_names(*samples)
-    return Dataset(name, train, test, objective=objective or CLASSIFICATION)
+    return Dataset(name, *in_two(samples, _TEST_FRACTION, 0), objective=objective or CLASSIFICATION)
+
+
+def _kind(objective: Objective | None) -> Literal["auto", "classification", "regression"]:
+    if objective is None:
+        return "auto"
+    return "classification" if objective.classes else "regression"
 
 
 def materialised(data: Any) -> Samples:
-    """Read all items of a torch data set into memory, after saying how much they take.
+    """Read all items of a torch data set into memory, after a line on the terminal about their
+    size.
 
-    Where that is too much, memory holds the labels alone, from `data.targets` or `data.labels` or
+    Where that is too much, memory holds only the labels, from `data.targets` or `data.labels` or
     one pass over all items.
     """
     name = type(data).__name__
-    if isinstance(data, np.ndarray | torch.Tensor):
-        raise InvalidValue(
-            f"data: inputs and labels that are {name}s go together: give fl.Samples(inputs, labels)"
-        )
-    if isinstance(data, IterableDataset) or not (
-        hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    ):
-        raise InvalidValue(
-            f"data: {name} is no data: give the name of a data set, a Dataset, Samples, a torch data set with a length, a "
-            "pandas or Polars table, or a Hugging Face Dataset"
-        )
-    count = len(data)
-    if not count:
-        raise InvalidValue(f"{name}: no samples")
-    sample = _item(data, name, 0)
+    _require_items(data, name)
+    count, sample = len(data), _item(data, name, 0)
     size, most = count * sample[0].nbytes, allowed_bytes()
     takes = f"{name}: {count:,} samples, {size / 2**20:,.0f} MiB"
     console = Console(stderr=True)
-    inputs: Any = np.empty((0 if size > most else count, *sample[0].shape), sample[0].dtype)
-    if size > most:
+    fits = size <= most
+    inputs: Any = np.empty((count if fits else 0, *sample[0].shape), sample[0].dtype)
+    if not fits:
         excess = f"{takes}, more than the {most / 2**20:,.0f} MiB that data may take ({VARIABLE})"
         console.print(f"{excess}: inputs are read where clients train", soft_wrap=True)
         inputs = LazyInputs(partial(_item, data, name), torch.arange(count), as_inputs(inputs))
         for field in ("targets", "labels"):
             labels: Any = getattr(data, field, None)
-            fits = len(sample) == 2 and labels is not None and len(labels) == count
-            if fits and np.array_equal(labels[0], sample[-1]):
+            is_known = len(sample) == 2 and labels is not None and len(labels) == count
+            if is_known and np.array_equal(labels[0], sample[-1]):
                 return Samples(inputs, labels)
     targets: list[tuple[Any, ...]] = []
     for row in track(range(count), takes, console=console, disable=not sys.stderr.isatty()):
@@ -101,14 +86,29 @@ def materialised(data: Any) -> Samples:
         if item[0].shape != sample[0].shape:
             shapes = f"the shape {list(item[0].shape)}, the first {list(sample[0].shape)}"
             raise InvalidValue(f"{name}: sample {row} has {shapes}: resize or pad them")
-        if size <= most:
+        if fits:
             inputs[row] = item[0]
         targets.append(item[1:])
     columns = [
-        np.asarray([np.asarray(cell)[()] for cell in column])
-        for column in zip(*targets, strict=True)
+        np.asarray([np.asarray(cell)[()] for cell in cells]) for cells in zip(*targets, strict=True)
     ]
     return Samples(inputs, columns[0], columns[1] if len(columns) > 1 else None)
+
+
+def _require_items(data: Any, name: str) -> None:
+    """Raise `InvalidValue` unless the data are a torch data set with samples and a length."""
+    if isinstance(data, np.ndarray | torch.Tensor):
+        raise InvalidValue(
+            f"data: inputs and labels that are {name}s go together: give fl.Samples(inputs, labels)"
+        )
+    has_items = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if isinstance(data, IterableDataset) or not has_items:
+        raise InvalidValue(
+            f"data: {name} is no data: give the name of a data set, a Dataset, Samples, a torch data set with a length, a "
+            "pandas or Polars table, or a Hugging Face Dataset"
+        )
+    if not len(data):
+        raise InvalidValue(f"{name}: no samples")
 
 
 def _item(data: Any, name: str, row: int) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.config.fields import Count
 from fedloom.config.plugins import found_at
 from fedloom.data.convert import class_labels
-from fedloom.data.dataset import Dataset, Samples, datasets, hold_out, same_names
+from fedloom.data.dataset import Dataset, Samples, datasets, in_two, same_names
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import class_folders, pictures, visible_files
@@ -107,22 +107,22 @@ def images(
             f"{folder or 'images'}: no such folder (wanted: <class>/<picture>, in train/ and test/ or alone)"
         )
     folders = [root / "train" if (root / "train").is_dir() else root]
+    if folders[0] != root and (root / "test").is_dir():
+        folders.append(root / "test")
     names = class_folders(folders[0])
     if len(names) < 2:
         raise DataError(f"{folders[0]}: {len(names)} class folders, at least 2 are needed")
-    if folders[0] != root and (root / "test").is_dir():
-        folders.append(root / "test")
     extent = None if size is None else (size, size)
     with reading(root, "damaged folder of pictures"):
-        by_class = {
-            split / name: pictures(split / name)
+        files = [
+            path
             for split in folders
             for name in class_folders(split)
-        }
-        files = [path for found in by_class.values() for path in found]
+            for path in pictures(split / name)
+        ]
         notices = _unused_files(root, files)
         for name in names:
-            if not by_class[folders[0] / name]:
+            if not pictures(folders[0] / name):
                 raise DataError(
                     f"{folders[0] / name}: no pictures of this class: add some, or remove the folder"
                 )
@@ -131,10 +131,9 @@ def images(
             train, *tests = (read_image_folder(split, names, channels, extent) for split in folders)
             return train, tests[0] if tests else train[:0]  # the cache holds two
 
-        train, test = cached_split("images", f"2 {channels} {size} {names}", read, files)
-    if len(folders) == 1:
-        train, test = hold_out(train, test_fraction, seed)
-    elif train.inputs.shape[1:] != test.inputs.shape[1:]:
+        splits = cached_split("images", f"2 {channels} {size} {names}", read, files)
+    train, test = in_two(splits[: len(folders)], test_fraction, seed)
+    if train.inputs.shape[1:] != test.inputs.shape[1:]:
         raise DataError(
             f"{folders[1]}: pictures of another size than in {folders[0]}; set size to scale them"
         )
@@ -192,36 +191,25 @@ def split_arrays(arrays: Mapping[str, Any], path: Path | str) -> list[Arrays]:
     that is missing.
     """
     prefixes = ("", "test_") if any(key.startswith("test_") for key in arrays) else ("",)
-    for key in (f"{prefix}{name}" for prefix in prefixes for name in ("inputs", "labels")):
-        if key not in arrays:
-            raise DataError(
-                f"{path}: no array {key!r} (it has: {shortened(', '.join(sorted(arrays))) or 'none'})"
-            )
-    return [
-        (arrays[f"{key}inputs"], arrays[f"{key}labels"], arrays.get(f"{key}groups"))
-        for key in prefixes
-    ]
+    splits = []
+    for prefix in prefixes:
+        for key in (f"{prefix}inputs", f"{prefix}labels"):
+            if key not in arrays:
+                listed = shortened(", ".join(sorted(arrays))) or "none"
+                raise DataError(f"{path}: no array {key!r} (it has: {listed})")
+        groups = arrays.get(f"{prefix}groups")
+        splits.append((arrays[f"{prefix}inputs"], arrays[f"{prefix}labels"], groups))
+    return splits
 
 
 def function_data(source: str, layout: Layout = "channels_first") -> Dataset | Sequence[Samples]:
-    """Return the data of the function at `source`; raises `DataError` for whatever it raises, or if
-    it returns none.
-    """
-    function = found_at(source, "source", "'module:function'")
-    try:
-        data = function()
-    except Exception as error:
-        raise DataError(
-            f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}"
-        ) from error
+    """Return the data of the function at `source`; raises `DataError` if it fails or returns none."""
+    data = called(source)
     if isinstance(data, Dataset):
         return data
-    pair = (
-        isinstance(data, tuple)
-        and len(data) == 2
-        and all(isinstance(split, tuple | Samples) for split in data)
-    )
-    splits = data if pair else (data,)
+    is_pair = isinstance(data, tuple) and len(data) == 2
+    is_pair = is_pair and all(isinstance(split, tuple | Samples) for split in data)
+    splits = data if is_pair else (data,)
     if all(isinstance(split, Samples) for split in splits):
         return same_names(*splits)
     if not all(isinstance(split, tuple) and len(split) in (2, 3) for split in splits):
@@ -229,6 +217,19 @@ def function_data(source: str, layout: Layout = "channels_first") -> Dataset | S
         forms = "(inputs, labels[, client ids]), or two of these, or a Dataset"
         raise DataError(f"{source}: returned {kind}; wanted {forms}")
     return own_samples([(*split, None)[:3] for split in splits], layout, source)
+
+
+def called(source: str) -> Any:
+    """Return what the function at `source`, `module:function`, returns; raises `DataError` for
+    whatever it raises.
+    """
+    function = found_at(source, "source", "'module:function'")
+    try:
+        return function()
+    except Exception as error:
+        raise DataError(
+            f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}"
+        ) from error
 
 
 def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> Sequence[Samples]:
@@ -242,16 +243,16 @@ def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
         array.detach().cpu().numpy() if isinstance(array, Tensor) else array for array in split
     )
     inputs = inputs if isinstance(inputs, np.ma.MaskedArray) else np.asarray(inputs)
+    shape = list(inputs.shape)
     if inputs.dtype == np.uint8 and inputs.ndim not in (3, 4):
         raise DataError(
-            f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(inputs.shape)}"
+            f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {shape}"
         )
     if inputs.ndim == 4 and layout == "channels_last":
         inputs = inputs.transpose(0, 3, 1, 2)
     samples = Samples(inputs, class_labels(labels, _MOST_CLASSES, source), groups)
-    if samples.inputs.dtype == torch.int64 and (
-        samples.inputs.dim() != 2 or (samples.inputs < 0).any()
-    ):
+    tokens = samples.inputs
+    if tokens.dtype == torch.int64 and (tokens.dim() != 2 or (tokens < 0).any()):
         raise DataError(
             f"{source}: integer inputs are tokens [n, tokens] of at least 0, not of shape {list(inputs.shape)}"
         )
@@ -264,11 +265,11 @@ def _dataset(
     name: str, splits: Sequence[Samples], classes: int | None, normalise: Normalise, share: float, seed: int,
     source: str,
 ) -> Dataset:  # fmt: skip
-    train, test = splits if len(splits) > 1 else hold_out(splits[0], share, seed)
-    highest = int(max(samples.labels.max() for samples in (train, test) if len(samples)))
+    train, test = in_two(splits, share, seed)
     with reading(source, "no samples"):
+        highest = int(torch.cat([train.labels, test.labels]).max())
         dataset = image_dataset(name, (train, test), classes or highest + 1, normalise)
     if train.inputs.dtype != torch.int64 or not train.inputs.numel():
         return dataset
-    size = int(max(samples.inputs.max() for samples in (train, test) if len(samples))) + 1
-    return replace(dataset, vocabulary=size)
+    highest = int(max(samples.inputs.max() for samples in (train, test) if len(samples)))
+    return replace(dataset, vocabulary=highest + 1)

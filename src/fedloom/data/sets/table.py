@@ -3,7 +3,7 @@
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,21 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.columns import (
-    Columns,
-    Missing,
-    TableInputs,
-    categories,
-    doubtful_columns,
-    is_text,
-)
+from fedloom.data.columns import Columns, Missing, TableInputs
 from fedloom.data.convert import Names, as_groups, as_labels
-from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
-from fedloom.data.formats.arrow import checked, decode_column, is_pictures, read_any
+from fedloom.data.dataset import Dataset, Samples, datasets, in_two
+from fedloom.data.doubts import doubtful_columns, whole_floats
+from fedloom.data.formats.arrow import checked, decode_column, read_any
+from fedloom.data.formats.arrow_columns import (
+    categories,
+    first_empty,
+    is_pictures,
+    is_text,
+    undictionary,
+)
+from fedloom.data.formats.csv_files import CsvOptions
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.pictures import open_picture
 from fedloom.data.formats.words import tokens, vocabulary
-from fedloom.data.preprocessing import LabelType, Preprocessing, TextInputs, label_type
+from fedloom.data.preprocessing import Inputs, LabelType, Preprocessing, TextInputs, label_type
 from fedloom.data.sets.normalisation import image_dataset
 from fedloom.errors import DataError, InvalidValue, quoted, shortened, suggestion
 from fedloom.objectives import Objective
@@ -36,7 +38,6 @@ from fedloom.objectives.regression import Regression
 # names of a column of labels, if no target is named
 _TARGETS = ("label", "labels", "target", "class", "y")
 _TEXTS = ("text", "sentence", "content")
-_FEW_VALUES = 20
 _LENGTH, _VOCABULARY = 200, 30_000
 
 
@@ -54,12 +55,15 @@ def table(
     standardise: bool = True,
     test_fraction: float = 0.2,
     seed: int = 0,
+    separator: str = "",
+    decimal: Literal["", ".", ","] = "",
+    encoding: str = "",
 ) -> Dataset:
     """A table of your own: `table(path='patients.csv', target='outcome', group='hospital')`.
 
     Args:
-        path: A CSV file with a header (comma, semicolon or tab; UTF-8 or UTF-16), a parquet file,
-            or a folder written by Hugging Face's `save_to_disk`.
+        path: A CSV file with a header, a parquet file, or a folder written by Hugging Face's
+            `save_to_disk`.
         test_path: The rows to test on. Without it and a test part in the folder, `test_fraction` of
             the rows, of each class, is held out by `seed`.
         target: The column to learn.
@@ -77,6 +81,11 @@ def table(
             units.
         test_fraction: The share of rows held out, in (0, 1).
         seed: The seed of the rows held out.
+        separator: The character between the cells of a CSV file, by default the one of comma,
+            semicolon and tab that gives the header the most columns.
+        decimal: The decimal mark of a CSV file, by default a point, or a comma if it cannot
+            separate thousands.
+        encoding: The encoding of a CSV file, such as `latin-1`, by default UTF-8 or UTF-16.
 
     Raises:
         DataError: For a file that is missing, damaged or too large, with the column.
@@ -87,12 +96,12 @@ def table(
             "table needs path: a CSV file, a parquet file or a folder, and target: the column to learn (over real sites each "
             "has rows of its own, and path may be left out)"
         )
-    groups = [group] if isinstance(group, str) else group
-    train, test = read_any(Path(path), [*groups, *categorical])
+    columns = Columns(target, group, inputs, categorical, kind, missing, standardise)
+    options = CsvOptions(columns.text, (), separator, decimal, encoding)
+    train, test = read_any(Path(path), options)
     if test_path:
         alike = [field.name for field in train.schema if is_text(field.type)]
-        test = read_any(Path(test_path), alike)[0]
-    columns = Columns(target, group, inputs, categorical, kind, missing, standardise)
+        test = read_any(Path(test_path), replace(options, text=alike))[0]
     return table_dataset(
         "table", train, test, columns, path, test_fraction=test_fraction, seed=seed
     )
@@ -102,18 +111,26 @@ def table_dataset(
     name: str, train: Any, test: Any, columns: Columns, source: str, *, test_fraction: float = 0.2, seed: int = 0,
     agreed: Preprocessing | None = None
 ) -> Dataset:  # fmt: skip
-    """Return the data set of Arrow tables; without `test` (None), `test_fraction` of the rows is
-    held out.
+    """Return the data set of Arrow tables.
 
-    With the preprocessing on which a federation has `agreed`, columns, categories and classes are
-    those of all its sites.
+    Args:
+        name: Name of the data set.
+        train: Rows to train on.
+        test: Rows to test on; without (None), `test_fraction` of `train` is held out.
+        columns: Roles of the columns.
+        source: Name of the data in errors and notices.
+        test_fraction: Share of the rows held out.
+        seed: Seed of the rows held out.
+        agreed: Preprocessing of a federation: columns, categories and classes of all its sites.
     """
-    tables = [checked(table, source) for table in ([train] if test is None else [train, test])]
     if agreed is not None and isinstance(agreed.inputs, TableInputs):
         columns = replace(columns, inputs=[column.name for column in agreed.inputs.columns])
-    columns, notices = _resolved(tables[0], columns, source)
-    tables = [tables[0], *(_with_names_of(tables[0], test, source) for test in tables[1:])]
-    tables = [_complete(table, columns, source) for table in tables]
+    train = checked(train, source)
+    columns, notices = _resolved(train, columns, source)
+    tables = [_complete(train, columns, source)]
+    if test is not None:
+        test = _with_names_of(train, checked(test, source), source)
+        tables.append(_complete(test, columns, source))
     if not len(tables[0]):
         raise DataError(f"{source}: no rows to learn from")
     with reading(source, "unreadable table"):
@@ -121,52 +138,80 @@ def table_dataset(
         rows = _rows(table, columns, source)
     objective: Objective = CLASSIFICATION if rows.labels.dtype == torch.int64 else Regression()
     if columns.kind == "auto" and not objective.classes:
-        notices += _whole_floats(rows.labels, columns.target, source)
-    class_names = _class_names(table.schema.metadata, columns.target) if objective.classes else None
-    if agreed is not None and agreed.outputs.classes and objective.classes:
-        class_names = agreed.outputs.classes
-        if rows.label_names is None:
-            rows = Samples(
-                rows.inputs,
-                rows.labels.numpy().astype(str),
-                rows.groups,
-                group_names=rows.group_names,
-            )
-    kind: LabelType = ""
-    if agreed is not None:
-        kind = agreed.outputs.label_type or label_type(agreed.outputs.classes)
+        notices += whole_floats(rows.labels, columns.target, source)
+    rows, class_names, kind = _classes(table, rows, columns.target, objective, agreed)
     cut = len(tables[0])
-    splits = hold_out(rows, test_fraction, seed) if test is None else (rows[:cut], rows[cut:])
-    training = splits[0].inputs.numpy()
+    parts = [rows] if test is None else [rows[:cut], rows[cut:]]
+    splits = in_two(parts, test_fraction, seed)
     classes = len(class_names or ())
-    cells = table.column(columns.inputs[0])
-    if len(columns.inputs) == 1 and is_pictures(cells.type):
-        pixels = decode_column(table, _channels(cells, source), source, columns.inputs)
-        pictures = [replace(split, inputs=pixels[split.inputs]) for split in splits]
-        dataset = image_dataset(
-            name, (pictures[0], pictures[1]), classes, "standard", None, class_names
-        )
+    if len(columns.inputs) == 1 and is_pictures(table.column(columns.inputs[0]).type):
+        split = _with_inputs(splits, _pixels(table, columns.inputs, source))
+        dataset = image_dataset(name, split, classes, "standard", None, class_names)
         return replace(dataset, target=columns.target, notices=tuple(notices))
+    training = splits[0].inputs
     encoding = None if agreed is None else agreed.inputs
-    if len(columns.inputs) == 1 and columns.inputs[0] in _TEXTS and is_text(cells.type):
-        texts = [text or "" for text in cells.to_pylist()]
-        if not isinstance(encoding, TextInputs):
-            words = vocabulary((tokens(texts[row]) for row in training.tolist()), _VOCABULARY)
-            encoding = TextInputs(tuple(words), _LENGTH, column=columns.inputs[0])
-        inputs = encoding.encode(texts)
-    else:
-        with reading(source, "unreadable table"):
-            if not isinstance(encoding, TableInputs):
-                encoding = TableInputs.of(table, columns, source, training)
-                notices += doubtful_columns(table, columns, source, training)
-            inputs, told = encoding.encode(table, source)
-            notices += told if agreed is None else []
-    train, test = (replace(split, inputs=inputs[split.inputs]) for split in splits)
+    encoding, inputs, doubts = _encoded(table, columns, source, training, encoding)
+    notices += doubts if agreed is None else []
     return Dataset(
-        name, train, test, classes, vocabulary=len(encoding.words) + 2 if isinstance(encoding, TextInputs) else None,
+        name, *_with_inputs(splits, inputs), classes,
+        vocabulary=len(encoding.words) + 2 if isinstance(encoding, TextInputs) else None,
         class_names=class_names, objective=objective, encoding=encoding, standardise=columns.standardise,
         target=columns.target, label_type=kind, notices=tuple(notices),
     )  # fmt: skip
+
+
+def _classes(
+    table: Any, rows: Samples, target: str, objective: Objective, agreed: Preprocessing | None
+) -> tuple[Samples, Names | None, LabelType]:
+    """Return the rows with the names of their labels, the names of all classes and their type."""
+    names = _class_names(table.schema.metadata, target) if objective.classes else None
+    if agreed is None:
+        return rows, names, ""
+    outputs = agreed.outputs
+    if outputs.classes and objective.classes:
+        names = outputs.classes
+        if rows.label_names is None:
+            labels = rows.labels.numpy().astype(str)
+            rows = Samples(rows.inputs, labels, rows.groups, group_names=rows.group_names)
+    return rows, names, outputs.label_type or label_type(outputs.classes)
+
+
+def _encoded(
+    table: Any, columns: Columns, source: str, training: Tensor, encoding: Inputs | None
+) -> tuple[Inputs, Tensor, list[str]]:
+    """Encode the inputs of a table, by default with the words or the categories of some rows.
+
+    Args:
+        table: Arrow table of `n` rows.
+        columns: Roles of its columns.
+        source: Its name in errors and notices.
+        training: Numbers of the rows to train on.
+        encoding: Encoding on which a federation has agreed.
+
+    Returns:
+        The encoding, the inputs `[n, ...]` and notices.
+    """
+    name, *others = columns.inputs
+    cells = table.column(name)
+    if not others and name in _TEXTS and is_text(cells.type):
+        texts = [text or "" for text in cells.to_pylist()]
+        if not isinstance(encoding, TextInputs):
+            words = vocabulary((tokens(texts[row]) for row in training.tolist()), _VOCABULARY)
+            encoding = TextInputs(tuple(words), _LENGTH, column=name)
+        return encoding, encoding.encode(texts), []
+    doubts = []
+    with reading(source, "unreadable table"):
+        if not isinstance(encoding, TableInputs):
+            encoding = TableInputs.of(table, columns, source, training.numpy())
+            doubts = doubtful_columns(table, columns, source, training.numpy())
+        inputs, notices = encoding.encode(table, source)
+    return encoding, inputs, [*doubts, *notices]
+
+
+def _with_inputs(rows: Iterable[Samples], inputs: Tensor) -> tuple[Samples, Samples]:
+    """Return samples with inputs in place of the numbers of rows."""
+    train, test = (replace(split, inputs=inputs[split.inputs]) for split in rows)
+    return train, test
 
 
 def _with_names_of(train: Any, test: Any, source: str) -> Any:
@@ -195,49 +240,24 @@ def _with_names_of(train: Any, test: Any, source: str) -> Any:
     return test
 
 
-def _whole_floats(labels: Tensor, target: str, source: str) -> list[str]:
-    """Return a notice if a target of floats holds few whole numbers, which may be classes."""
-    values = labels.unique()
-    if len(values) > _FEW_VALUES or bool((values % 1).any()):
-        return []
-    return [
-        f"{source}: target {quoted(target)} holds {len(values)} whole numbers, stored as floats, and is learned as a "
-        "regression: objective='classification' (of a file, table(kind=classification)) takes them as classes"
-    ]
-
-
 def _resolved(table: Any, columns: Columns, source: str) -> tuple[Columns, list[str]]:
     """Return the roles with the columns that were left open, and notices of columns that are not
     used; raises `InvalidValue` for one that the table does not have.
     """
-    names = dict.fromkeys(table.column_names)
+    names = table.column_names
     target = columns.target or next((name for name in _TARGETS if name in names), "")
-    listed = shortened(", ".join(names))
     if not target:
+        listed = shortened(", ".join(names))
         raise InvalidValue(
             f"{source}: which column is to be learned? Give target, one of: {listed}"
         )
     taken = {target, *columns.groups}
     free = [name for name in names if name not in taken]
-    special = [
-        name
-        for name in free
-        if (name in _TEXTS and is_text(table.schema.field(name).type))
-        or is_pictures(table.schema.field(name).type)
-    ]
-    inputs = list(columns.inputs) or special[:1] or free
-    roles = {
-        "target": [target],
-        "group": columns.groups,
-        "inputs": inputs,
-        "categorical": columns.categorical,
-    }
-    for role, chosen in roles.items():
-        allowed = inputs if role == "categorical" else names
-        for name in chosen:
-            if name not in allowed:
-                near = f"{suggestion(name, allowed)} (there are: {shortened(', '.join(allowed))})"
-                raise InvalidValue(f"{source}: {role}: no column {quoted(name)}{near}")
+    inputs = list(columns.inputs) or _special(table, free)[:1] or free
+    _require_columns("target", [target], names, source)
+    _require_columns("group", columns.groups, names, source)
+    _require_columns("inputs", inputs, names, source)
+    _require_columns("categorical", columns.categorical, inputs, source)
     if clash := taken & set(inputs):
         raise InvalidValue(
             f"{source}: inputs: {quoted(next(iter(clash)))} is the target or a group too"
@@ -253,6 +273,23 @@ def _resolved(table: Any, columns: Columns, source: str) -> tuple[Columns, list[
             f"{shortened(', '.join(map(quoted, unused)))}{choose}"
         ]
     return replace(columns, target=target, inputs=inputs), notices
+
+
+def _special(table: Any, names: Iterable[str]) -> list[str]:
+    """Return the columns of texts and pictures, from which a model learns without the others."""
+    kinds = {name: table.schema.field(name).type for name in names}
+    return [
+        name
+        for name, kind in kinds.items()
+        if is_pictures(kind) or (name in _TEXTS and is_text(kind))
+    ]
+
+
+def _require_columns(role: str, chosen: Iterable[str], allowed: Sequence[str], source: str) -> None:
+    for name in chosen:
+        if name not in allowed:
+            near = f"{suggestion(name, allowed)} (there are: {shortened(', '.join(allowed))})"
+            raise InvalidValue(f"{source}: {role}: no column {quoted(name)}{near}")
 
 
 def _complete(table: Any, columns: Columns, source: str) -> Any:
@@ -272,21 +309,18 @@ def _complete(table: Any, columns: Columns, source: str) -> Any:
         return table.drop_null()
     full = {*names} if columns.missing == "refuse" else {columns.target, *columns.groups}
     for name, cells in zip(names, table.columns, strict=True):
-        if cells.null_count and name in full:
+        if name in full and (empty := first_empty(cells)):
             remedy = "or leave these rows out"
             if columns.has_options:
                 fill = " (missing='mean' fills inputs)" if name in columns.inputs else ""
                 remedy = f"or set missing='drop'{fill}"
-            raise DataError(
-                f"{source}: column {quoted(name)} is empty in row {cells.is_null().index(True).as_py()}, and in "
-                f"{cells.null_count} in all: fill it, {remedy}"
-            )
+            raise DataError(f"{source}: column {quoted(name)} {empty}: fill it, {remedy}")
     return table
 
 
 def _joined(tables: Sequence[Any], columns: Columns) -> Any:
     """Return the rows of all tables, of the types of those to train on; numbers may be whole in one
-    table alone.
+    of the tables only.
     """
     import pyarrow as pa
 
@@ -304,22 +338,15 @@ def _joined(tables: Sequence[Any], columns: Columns) -> Any:
 
 def _rows(table: Any, columns: Columns, source: str) -> Samples:
     """Return labels and groups of the rows; the inputs are the rows' numbers."""
-    import pyarrow as pa
-
-    cells = table.column(columns.target)
-    if isinstance(cells.type, pa.DictionaryType):
-        cells = cells.cast(cells.type.value_type)
-    values = cells.to_numpy()
-    target = f"{source}: target {quoted(columns.target)}"
+    values = undictionary(table.column(columns.target)).to_numpy()
+    title = f"{source}: target {quoted(columns.target)}"
     if columns.kind == "classification" and values.dtype.kind == "f":
         if (values % 1).any() or (np.abs(values) >= 2**63).any():
-            raise DataError(
-                f"{target} has fractions or numbers beyond 2^63, so they are no classes"
-            )
+            raise DataError(f"{title} has fractions or numbers beyond 2^63, so they are no classes")
         values = values.astype(np.int64)  # as pandas keeps whole numbers beside empty cells
     if columns.kind == "regression":
         # an infinite one is refused
-        with np.errstate(over="ignore"), reading(target, "no numbers"):
+        with np.errstate(over="ignore"), reading(title, "no numbers"):
             values = values.astype(np.float32)
     labels, names = as_labels(values)
     groups, group_names = _groups([table.column(name) for name in columns.groups])
@@ -341,12 +368,14 @@ def _groups(columns: Sequence[Any]) -> tuple[Tensor | None, Names | None]:
     return numbers[torch.from_numpy(index)], names
 
 
-def _channels(pictures: Any, source: str) -> int:
-    packed = pictures[0].as_py()
+def _pixels(table: Any, names: Sequence[str], source: str) -> Tensor:
+    """Return the pictures of a column, grey if the first one is."""
+    packed = table.column(names[0])[0].as_py()
     if not packed or not packed.get("bytes"):
         raise DataError(f"{source}: no picture in row 0")
     with reading(source, "unreadable picture in row 0"), open_picture(packed["bytes"]) as picture:
-        return 1 if picture.mode in ("1", "L", "I", "F") or picture.mode[:4] == "I;16" else 3
+        is_grey = picture.mode in ("1", "L", "I", "F") or picture.mode.startswith("I;16")
+    return decode_column(table, 1 if is_grey else 3, source, names)
 
 
 def _class_names(metadata: Any, target: str) -> tuple[str, ...] | None:

@@ -1,0 +1,92 @@
+"""Notices of columns of a table that may be read otherwise than they are meant."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from fedloom.data.columns import Columns
+from fedloom.data.formats.arrow_columns import categories, is_text, numbers
+from fedloom.errors import quoted, shortened
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_MARKED = re.compile(r"[$€£]? ?[+-]?\d[\d,.' ]* ?[%$€£]?")
+_NEARLY = 0.9  # of the cells: text that is probably numbers
+_FEW_ROWS = 20
+_FEW_VALUES = 20
+_FAR = 1e4
+
+
+def doubtful_columns(
+    table: Any, roles: Columns, source: str, rows: npt.NDArray[np.int64]
+) -> list[str]:
+    """Return a notice for each input that is text but nearly numbers, or text that is nearly
+    unique, or that has a number which outweighs all others.
+
+    Args:
+        table: An Arrow table.
+        roles: The roles of its columns.
+        source: Its name in notices.
+        rows: The rows to train on.
+    """
+    notices = []
+    for name in roles.inputs:
+        cells = table.column(name).take(rows)
+        title = f"{source}: column {quoted(name)}"
+        if not is_text(cells.type):
+            notices += _outweighed(numbers(cells, title), title)
+        elif name not in roles.categorical:
+            texts, index = categories(cells)
+            notices += _doubtful_text(texts, np.bincount(index, minlength=len(texts)), title)
+    return notices
+
+
+def whole_floats(labels: Tensor, target: str, source: str) -> list[str]:
+    """Return a notice if a target of floats holds few whole numbers, which may be classes."""
+    values = labels.unique()
+    if len(values) > _FEW_VALUES or bool((values % 1).any()):
+        return []
+    return [
+        f"{source}: target {quoted(target)} holds {len(values)} whole numbers, stored as floats, and is learned as a "
+        "regression: objective='classification' (of a file, table(kind=classification)) takes them as classes"
+    ]
+
+
+def _doubtful_text(texts: Sequence[str], counts: npt.NDArray[np.int64], title: str) -> list[str]:
+    filled = {text: int(count) for text, count in zip(texts, counts, strict=True) if text}
+    total = sum(filled.values())
+    numeric = [text for text in filled if _NUMBER.fullmatch(text.strip())]
+    others = [text for text in filled if text not in numeric]
+    marked = [text for text in others if _MARKED.fullmatch(text.strip())]
+    like_numbers = sum(filled[text] for text in (*numeric, *marked))
+    is_code = any(text.lstrip("+-").startswith("0") and text[1:2].isdigit() for text in numeric)
+    if others and not is_code and len(filled) > 2 and like_numbers >= _NEARLY * total:
+        return [
+            f"{title} is {len(filled)} categories of text, though most cells are numbers, because of "
+            f"{shortened(', '.join(map(quoted, others)))}: write these as numbers or leave them empty"
+        ]
+    if total >= _FEW_ROWS and len(filled) > total / 2:
+        return [
+            f"{title} is {len(filled)} categories in {total} rows, nearly all of them unique, such as names or numbers of "
+            "persons: leave it out"
+        ]
+    return []
+
+
+def _outweighed(values: npt.NDArray[np.float64], title: str) -> list[str]:
+    """Return a notice if one number in a column holds nearly all of its variance."""
+    column = values[~np.isnan(values[:, 0]), 0]
+    if values.shape[1] > 1 or len(column) < _FEW_ROWS:
+        return []
+    largest = int(np.abs(column - np.median(column)).argmax())
+    rest = np.delete(column, largest)
+    spread = float(rest.std())
+    if not spread or abs(column[largest] - rest.mean()) < _FAR * spread:
+        return []
+    return [
+        f"{title} holds {column[largest]:g}, which is {_FAR:,.0f} deviations or more from all others, so that these become "
+        "nearly equal inputs: correct it or leave its row out"
+    ]

@@ -1,0 +1,215 @@
+"""Cells of Arrow columns: their types, empty cells, numbers and categories.
+
+Every cell of a CSV file is read as text. A column is numbers only if all its cells are, apart from
+markers of empty cells. Cells such as 007 are codes, so their column stays text.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedloom.data.formats.limits import reading
+from fedloom.errors import DataError, quoted
+
+MARKERS = (
+    "", "?", "-", ".", "#N/A", "#N/A N/A", "#NA", "#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!", "#NULL!",
+    "-1.#IND", "-1.#QNAN", "1.#IND", "1.#QNAN", "-NaN", "-nan", "<NA>", "N/A", "n/a", "NA", "NULL", "null", "NaN",
+    "nan", "None",
+)  # fmt: skip
+"""Empty cells in a column of numbers, as pandas and Excel write them. In text only "" is empty."""
+
+_CODE = r"^[+-]?0\d"  # a leading zero
+_LONG = r"^[+-]?\d{19,}$"  # more digits than float64 holds
+_DECIMAL_COMMA = r"^[+-]?\d+(,\d+)?([eE][+-]?\d+)?$"
+_THOUSANDS = r"^[+-]?\d{1,3},\d{3}$"
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def is_text(kind: Any) -> bool:
+    """Return True for the type of a column of text or of categories."""
+    import pyarrow as pa
+
+    return kind in (pa.string(), pa.large_string()) or pa.types.is_dictionary(kind)
+
+
+def is_pictures(kind: Any) -> bool:
+    """Return True for the type of a column of packed pictures of Hugging Face's `datasets`."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+
+
+def first_empty(cells: Any) -> str:
+    """Return the row of the first empty cell and the number of all, for an error; "" without any."""
+    if not cells.null_count:
+        return ""
+    row = cells.is_null().index(True).as_py()
+    return f"is empty in row {row}, and in {cells.null_count} in all"
+
+
+def text_column(cells: Any) -> Any:
+    """Return cells as text, in which only "" is empty."""
+    return _without(cells, [""])
+
+
+def number_column(cells: Any, title: str, decimal: str) -> Any:
+    """Return cells of text as numbers or booleans.
+
+    Args:
+        cells: Cells of text.
+        title: Name of the file and the column.
+        decimal: Decimal mark; "" if it is to be detected.
+
+    Raises:
+        DataError: A cell is no number.
+    """
+    import pyarrow as pa
+
+    full = _marked(cells)
+    for kind in (pa.int64(), pa.bool_(), pa.float64()):
+        if (converted := _converted(full, kind, decimal)) is not None:
+            return converted
+    for row, cell in enumerate(full.to_pylist()):
+        if cell is not None and _converted(pa.array([cell]), pa.float64(), ".") is None:
+            raise DataError(
+                f"{title} is text: {quoted(cell)} in row {row}, and the model was trained on numbers"
+            )
+    return cells
+
+
+def inferred_column(cells: Any, decimal: str) -> Any:
+    """Return cells of text as whole numbers, booleans, dates or floats if all are, else as text.
+
+    Args:
+        cells: Cells of text.
+        decimal: Decimal mark; "" if it is to be detected.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    full = _marked(cells)
+    if full.null_count == len(full):
+        return pa.chunked_array([pa.nulls(len(full))])
+    kinds = [pa.int64(), pa.bool_(), pa.date32(), pa.timestamp("ns"), pa.float64()]
+    if pc.any(pc.match_substring_regex(full, _CODE)).as_py():
+        kinds = []
+    elif pc.any(pc.match_substring_regex(full, _LONG)).as_py():
+        kinds.remove(pa.float64())
+    for kind in kinds:
+        if (converted := _converted(full, kind, decimal)) is not None:
+            return converted
+    return text_column(cells)
+
+
+def _marked(cells: Any) -> Any:
+    import pyarrow.compute as pc
+
+    return _without(pc.utf8_trim_whitespace(cells), MARKERS)
+
+
+def _without(cells: Any, empty: Collection[str]) -> Any:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    is_empty = pc.is_in(cells, value_set=pa.array(list(empty), pa.string()))
+    return pc.if_else(is_empty, pa.scalar(None, pa.string()), cells)
+
+
+def _converted(cells: Any, kind: Any, decimal: str) -> Any:
+    """Return cells of a type, None if one is not of it. A comma in floats is the decimal mark if it
+    cannot separate thousands.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        return cells.cast(kind)
+    except pa.ArrowInvalid:
+        pass
+    if kind != pa.float64() or decimal == ".":
+        return None
+    if not pc.all(pc.match_substring_regex(cells, _DECIMAL_COMMA)).as_py():
+        return None
+    with_comma = cells.filter(pc.match_substring(cells, ","))
+    if not decimal and pc.all(pc.match_substring_regex(with_comma, _THOUSANDS)).as_py():
+        return None
+    return _converted(pc.replace_substring(cells, ",", "."), kind, ".")
+
+
+def categories(cells: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Return the distinct cells of a column as text, and for each row the index of its own."""
+    import pyarrow as pa
+
+    encoded = undictionary(cells).combine_chunks().dictionary_encode(null_encoding="encode")
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.unify_dictionaries().combine_chunks()
+    texts = [_category(value) for value in encoded.dictionary.to_pylist()]
+    return texts, encoded.indices.to_numpy().astype(np.int64)
+
+
+def undictionary(cells: Any) -> Any:
+    """Return the values of a dictionary column, other cells unchanged."""
+    import pyarrow as pa
+
+    return cells.cast(cells.type.value_type) if pa.types.is_dictionary(cells.type) else cells
+
+
+def _category(value: object) -> str:
+    """Return a cell as text: an empty one as "", and 1.0 as 1, since whole numbers beside empty cells
+    are read as floats.
+    """
+    if value is None:
+        return ""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def one_hot(cells: Any, names: tuple[str, ...]) -> tuple[npt.NDArray[np.float64], list[str]]:
+    """Return 1 in the column of each cell's category, and the categories that are none of `names`.
+
+    Args:
+        cells: Cells of `n` rows.
+        names: Categories.
+
+    Returns:
+        `[n, categories]`, and the other categories.
+    """
+    texts, index = categories(cells)
+    places = {name: place for place, name in enumerate(names)}
+    place = np.array([places.get(text, -1) for text in texts], np.int64)[index]
+    block = (place[:, None] == np.arange(len(names))).astype(np.float64)
+    return block, [text for text in texts if text not in places]
+
+
+def numbers(cells: Any, title: str) -> npt.NDArray[np.float64]:
+    """Return the numbers of a column, `[n, 1]`, or of lists `[n, length]`, NaN for empty cells."""
+    import pyarrow as pa
+
+    kind, is_type = cells.type, pa.types
+    values: npt.NDArray[np.float64]
+    if is_type.is_list(kind) or is_type.is_fixed_size_list(kind) or is_type.is_large_list(kind):
+        try:
+            values = np.array(cells.to_pylist(), dtype=np.float64).reshape(len(cells), -1)
+        except (ValueError, TypeError):
+            raise DataError(f"{title}: lists of different lengths, or not of numbers") from None
+        if len(values) and not values.shape[1]:
+            raise DataError(f"{title} has lists without a number: leave it out")
+    elif is_type.is_null(kind) or is_type.is_boolean(kind) or is_number(kind):
+        with reading(title, "no numbers"):
+            values = cells.cast(pa.float64(), safe=False).to_numpy()[:, None]
+    else:
+        raise DataError(f"{title}: {kind} is neither a number nor text: leave it out")
+    empty = np.asarray(cells.is_null())[:, None]
+    if not np.isfinite(values[~(np.isnan(values) & empty)]).all():
+        raise DataError(f"{title}: a NaN or infinity among the numbers")
+    # models are float32, and the squares of larger numbers are infinite
+    return np.clip(values, -_LARGEST, _LARGEST)
+
+
+def is_number(kind: Any) -> bool:
+    """Return True for a type of numbers."""
+    import pyarrow as pa
+
+    is_type = pa.types
+    return bool(is_type.is_integer(kind) or is_type.is_floating(kind) or is_type.is_decimal(kind))
