@@ -21,7 +21,7 @@ def draw_flip_crop(count: int, generator: torch.Generator) -> Tensor:
 
 
 def apply_flip_crop(images: Tensor, drawn: Tensor) -> Tensor:
-    """Flip and crop images `[b, channels, height, width]` as `drawn [b, 3]` says."""
+    """Flip and crop images `[b, channels, height, width]` by `drawn [b, 3]`."""
     count, _, height, width = images.shape
     flipped, row_shift, column_shift = drawn.to(images.device).unsqueeze(2).unbind(1)
     columns = torch.arange(width, device=images.device).expand(count, width)

@@ -64,12 +64,11 @@ class TableColumn:
         """The number of a model's inputs that the column becomes."""
         return self.width if self.categories is None else len(self.categories)
 
-    def encoded(self, cells: Any, title: str) -> tuple[npt.NDArray[np.float64], list[str]]:
+    def encoded(self, cells: Any) -> tuple[npt.NDArray[np.float64], list[str]]:
         """Return the inputs of cells, and notices.
 
         Args:
             cells: Cells of `n` rows.
-            title: Name of the data and the column.
 
         Returns:
             `[n, features]`: numbers with NaN in empty cells, or 1 for the cell's category; a line
@@ -78,6 +77,7 @@ class TableColumn:
         Raises:
             DataError: The cells are of another type.
         """
+        title = f"column {quoted(self.name)}"
         if self.categories is not None:
             block, unknown = one_hot(cells, self.categories)
             listed = shortened(", ".join(map(quoted, unknown)))
@@ -127,9 +127,7 @@ class TableInputs:
     kind: Literal["table"] = "table"
 
     @classmethod
-    def of(
-        cls, table: Any, roles: Columns, source: str, rows: npt.NDArray[np.int64]
-    ) -> "TableInputs":
+    def of(cls, table: Any, roles: Columns, rows: npt.NDArray[np.int64]) -> "TableInputs":
         """Return the encoding of an Arrow table's inputs, with the categories of some `rows`;
         `fitted` adds the numbers.
         """
@@ -142,7 +140,7 @@ class TableInputs:
                 columns.append(TableColumn(name, tuple(present)))
             else:
                 first = cells.drop_null().slice(0, 1)
-                width = numbers(first, f"{source}: column {quoted(name)}").shape[1]
+                width = numbers(first, f"column {quoted(name)}").shape[1]
                 columns.append(TableColumn(name, width=width))
         return cls(tuple(columns), roles.missing, roles.standardise)
 
@@ -156,12 +154,11 @@ class TableInputs:
         """True if every column of numbers has a mean and a deviation."""
         return all(column.mean for column in self.columns if column.categories is None)
 
-    def encode(self, table: Any, source: str) -> tuple[Tensor, list[str]]:
+    def encode(self, table: Any) -> tuple[Tensor, list[str]]:
         """Return the inputs of an Arrow table, and notices.
 
         Args:
             table: Table of `n` rows.
-            source: Its name in errors and notices.
 
         Returns:
             `[n, features]` float64, numbers as they are and NaN in empty cells, 0 for a category
@@ -172,7 +169,7 @@ class TableInputs:
                 is `mean`.
         """
         widest = max(self.columns, key=lambda column: column.features)
-        title = f"{source}: {widest.features} inputs of {quoted(widest.name)}"
+        title = f"{widest.features} inputs of {quoted(widest.name)}"
         require_room(8 * self.features * len(table), title)
         blocks: list[npt.NDArray[np.float64]] = []
         notices: list[str] = []
@@ -182,12 +179,12 @@ class TableInputs:
             if column.name not in by_name:
                 near = suggestion(column.name, by_name)
                 raise DataError(
-                    f"{source}: no column {quoted(column.name)}, which the model was trained on{near}"
+                    f"no column {quoted(column.name)}, which the model was trained on{near}"
                 )
-            cells, title = by_name[column.name], f"{source}: column {quoted(column.name)}"
-            block, told = column.encoded(cells, title)
+            cells = by_name[column.name]
+            block, told = column.encoded(cells)
             if self.missing != "mean" and (empty := first_empty(cells)):
-                raise DataError(f"{title} {empty}: fill it")
+                raise DataError(f"column {quoted(column.name)} {empty}: fill it")
             blocks.append(block)
             notices += told
         return torch.from_numpy(np.concatenate(blocks, axis=1)), notices

@@ -20,22 +20,19 @@ _FEW_VALUES = 20
 _FAR = 1e4
 
 
-def doubtful_columns(
-    table: Any, roles: Columns, source: str, rows: npt.NDArray[np.int64]
-) -> list[str]:
+def doubtful_columns(table: Any, roles: Columns, rows: npt.NDArray[np.int64]) -> list[str]:
     """Return a notice for each input that is text but nearly numbers, or text that is nearly
     unique, or that has a number which outweighs all others.
 
     Args:
         table: An Arrow table.
         roles: The roles of its columns.
-        source: Its name in notices.
         rows: The rows to train on.
     """
     notices = []
     for name in roles.inputs:
         cells = table.column(name).take(rows)
-        title = f"{source}: column {quoted(name)}"
+        title = f"column {quoted(name)}"
         if not is_text(cells.type):
             notices += _outweighed(numbers(cells, title), title)
         elif name not in roles.categorical:
@@ -44,13 +41,13 @@ def doubtful_columns(
     return notices
 
 
-def whole_floats(labels: Tensor, target: str, source: str) -> list[str]:
+def whole_floats(labels: Tensor, target: str) -> list[str]:
     """Return a notice if a target of floats holds few whole numbers, which may be classes."""
     values = labels.unique()
     if len(values) > _FEW_VALUES or bool((values % 1).any()):
         return []
     return [
-        f"{source}: target {quoted(target)} holds {len(values)} whole numbers, stored as floats, and is learned as a "
+        f"target {quoted(target)} holds {len(values)} whole numbers, stored as floats, and is learned as a "
         "regression: objective='classification' (of a file, table(kind=classification)) takes them as classes"
     ]
 

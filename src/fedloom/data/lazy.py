@@ -14,8 +14,8 @@ from fedloom.errors import InvalidValue
 
 @dataclass(frozen=True)
 class LazyInputs:
-    """Stand-in for a tensor like `empty [0, ...]`, whose row k begins `item(rows[k])`; `read` gives
-    the tensor.
+    """Stand-in for a tensor like `empty [0, ...]`. Row k is the first entry of `item(rows[k])`;
+    `read` returns the tensor.
     """
 
     item: Callable[[int], tuple[Any, ...]]
@@ -36,7 +36,7 @@ class LazyInputs:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that lie in memory."""
+        """The bytes in memory."""
         return self.rows.nbytes
 
     def __len__(self) -> int:

@@ -176,7 +176,7 @@ def split_train_test(
 def draw_from_each(
     partition: Partition, counts: Indices, seed: int, purpose: str
 ) -> tuple[Partition, Partition]:
-    """Split off `counts[i]` random samples of client i; the draw depends on its own samples alone."""
+    """Split off `counts[i]` random samples of client i; the draw depends on its own samples only."""
     sizes = partition.sizes
     owners = np.repeat(np.arange(len(partition)), sizes)
     shuffled = partition.indices[

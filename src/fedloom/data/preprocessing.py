@@ -1,9 +1,8 @@
-"""Preprocessing: what makes a sample of a person's data a model's input, and a model's output an
-answer.
+"""Preprocessing: from a sample of the user's data to a model's input, and from a model's output to
+an answer.
 
 It belongs to the data set of a task, is saved with every run as plain JSON, and goes with the model
-to whoever uses it. The sites of a federation agree on it. It is made of values alone: reading it
-runs no code.
+to its users. The sites of a federation agree on it. It has values only: reading it runs no code.
 """
 
 import json
@@ -21,7 +20,7 @@ from fedloom.data.columns import TableInputs
 from fedloom.data.convert import as_inputs, require_finite
 from fedloom.data.formats.arrow import as_arrow
 from fedloom.data.formats.csv_files import CsvOptions
-from fedloom.data.formats.limits import reading
+from fedloom.data.formats.limits import naming, reading
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.formats.words import UNKNOWN, encode, tokens
 from fedloom.errors import DataError, InvalidValue, quoted
@@ -119,7 +118,7 @@ def label_type(names: Sequence[str]) -> LabelType:
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What a model's outputs stand for: answers of the objective's kind to the column `name`, or
+    """The meaning of a model's outputs: answers of the objective's kind to the column `name`, or
     one of `classes`.
 
     Numbers that were standardised for training have a mean and a standard deviation for each column
@@ -223,12 +222,9 @@ class Preprocessing:
         """
         encoding, table = self.inputs, as_arrow(data)
         if isinstance(encoding, TableInputs):
-            if table is None:
-                given = type(data).__name__
-                raise InvalidValue(
-                    f"{source}: the model was trained on a table: give one, not {given}"
-                )
-            return self._of_table(encoding, table, source)
+            with naming(source):
+                inputs, notices = self._of_table(encoding, table, data)
+            return inputs, [f"{source}: {notice}" for notice in notices]
         if table is None:
             data = _as_list(data)
         if isinstance(encoding, TextInputs):
@@ -241,14 +237,15 @@ class Preprocessing:
             return read_files(list(map(Path, paths)), channels, (height, width)), []
         return self._tensor(data, source), []
 
-    def _of_table(self, encoding: TableInputs, table: Any, source: str) -> tuple[Tensor, list[str]]:
-        inputs, notices = encoding.encode(table, source)
+    def _of_table(self, encoding: TableInputs, table: Any, data: Any) -> tuple[Tensor, list[str]]:
+        if table is None:
+            given = type(data).__name__
+            raise InvalidValue(f"the model was trained on a table: give one, not {given}")
+        inputs, notices = encoding.encode(table)
         expected = {*(column.name for column in encoding.columns), self.outputs.name}
         if unknown := [name for name in table.column_names if name not in expected]:
             listed = ", ".join(map(quoted, unknown))
-            notices.insert(
-                0, f"{source}: left out columns that the model was not trained on: {listed}"
-            )
+            notices.insert(0, f"left out columns that the model was not trained on: {listed}")
         return encoding.scaled(inputs), notices
 
     def _tensor(self, data: Any, source: str) -> Tensor:

@@ -30,7 +30,7 @@ class InputShift:
     set stay.
     """
 
-    pictures: ClassVar[bool] = False  # of pictures alone
+    pictures: ClassVar[bool] = False  # of pictures only
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -71,7 +71,7 @@ shifts: Registry[type[InputShift]] = Registry("shift", "fedloom.data")
 @shifts.register("rotation")
 @dataclass(frozen=True)
 class Rotation(InputShift):
-    """Pictures of client i are turned by an angle of its own about their centre, in degrees
+    """Pictures of client i are turned by the angle of this client about their centre, in degrees
     counter-clockwise.
 
     Pixels are interpolated linearly (exact at multiples of 90 of square pictures); those from
@@ -142,7 +142,7 @@ class InputNoise(InputShift):
 @shifts.register("colour")
 @dataclass(frozen=True)
 class Colour(InputShift):
-    """Every channel c of client i has a gain and an offset of its own: a_ic x + b_ic, as cameras
+    """Every channel c of client i has its own gain and offset: a_ic x + b_ic, as cameras
     and scanners differ.
 
     a ~ U(1 - strength, 1 + strength) and b ~ U(-strength / 2, strength / 2), of pixels between 0
@@ -151,8 +151,8 @@ class Colour(InputShift):
     Args:
         strength: In [0, 1].
 
-    Source: the sites of FedBN (Li et al., ICLR 2021), whose inputs differ by what batch
-    normalisation takes out; the form is that of torchvision's ColorJitter (brightness), by channel.
+    Source: the sites of FedBN (Li et al., ICLR 2021), where inputs differ in the statistics that
+    batch normalisation removes; the form is that of torchvision's ColorJitter (brightness), by channel.
     """
 
     pictures: ClassVar[bool] = True

@@ -1,3 +1,3 @@
-"""Readers of files: one format each, from a path to tensors. Reading a file, whoever wrote it,
+"""Readers of files: one format each, from a path to tensors. Reading a file of any author
 never runs its code.
 """

@@ -19,7 +19,7 @@ from fedloom.data.formats.limits import (
     require_columns,
     require_room,
 )
-from fedloom.data.formats.pictures import decode_images
+from fedloom.data.formats.pictures import decode_images, open_picture
 from fedloom.errors import DataError, import_extra, quoted, shortened
 
 PARQUET = (".parquet", ".pq")
@@ -60,9 +60,7 @@ def _read_all(paths: Sequence[Path], batches: Callable[[Path], Iterator[Any]], d
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
-    """Yield the schema and the batches of a parquet file, after a check of what its footer says
-    that they take.
-    """
+    """Yield the schema and the batches of a parquet file, after a check of the sizes in its footer."""
     import pyarrow as pa
     from pyarrow import parquet as pq
 
@@ -219,7 +217,7 @@ def hub_table(repository: str, split: str) -> Any:
     """
     hub = import_extra("datasets", "hub", f"loading {repository} from the Hugging Face hub")
     with reading(f"hub data set {repository!r}, split {split!r}", "cannot be loaded"):
-        # The format "arrow" hands out the stored columns; decoding each picture into an object
+        # The format "arrow" returns the stored columns; decoding each picture into an object
         # would cost minutes.
         return hub.load_dataset(repository, split=split).with_format("arrow")[:]
 
@@ -247,6 +245,16 @@ def decode_column(
     return decode_images(
         len(packed), lambda row: packed[row].as_py(), lambda row: f"{source}: row {row}", channels
     )
+
+
+def decode_in_own_mode(table: Any, name: str, source: str) -> Tensor:
+    """Decode a column of pictures as `decode_column`, to grey levels if the first one is grey."""
+    packed = table.column(name)[0].as_py()
+    if not packed or not packed.get("bytes"):
+        raise DataError(f"{source}: no picture in row 0")
+    with reading(source, "unreadable picture in row 0"), open_picture(packed["bytes"]) as picture:
+        is_grey = picture.mode in ("1", "L", "I", "F") or picture.mode.startswith("I;16")
+    return decode_column(table, 1 if is_grey else 3, source, [name])
 
 
 def column(table: Any, names: Sequence[str], source: str) -> Any:

@@ -139,7 +139,7 @@ def _converted(cells: Any, kind: Any, decimal: str) -> Any:
 
 
 def categories(cells: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the distinct cells of a column as text, and for each row the index of its own."""
+    """Return the distinct cells of a column as text, and the index of each row's cell."""
     import pyarrow as pa
 
     encoded = undictionary(cells).combine_chunks().dictionary_encode(null_encoding="encode")

@@ -19,7 +19,7 @@ DEFAULT = 4.0
 
 def allowed_bytes() -> int:
     """Return the most memory that one data set may take; raises `InvalidValue` if the environment
-    says no number.
+    variable is no number.
     """
     text = os.environ.get(VARIABLE) or str(DEFAULT)
     try:
@@ -77,6 +77,17 @@ def reading(path: Path | str, damage: str) -> Iterator[None]:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
         reason = one_line(str(error), LONGEST_QUOTED) or type(error).__name__
         raise DataError(f"{path}: {damage} ({reason})") from error
+
+
+@contextmanager
+def naming(source: Path | str) -> Iterator[None]:
+    """Put the name of the data before a refusal that does not begin with it."""
+    try:
+        yield
+    except (DataError, InvalidValue) as error:
+        if str(error).startswith(f"{source}: "):
+            raise
+        raise type(error)(f"{source}: {error}") from None
 
 
 def read_bytes(path: Path) -> bytes:

@@ -20,7 +20,7 @@ from fedloom.errors import DataError
 Pixels = npt.NDArray[np.uint8]
 _MODES = {1: "L", 3: "RGB"}
 _SUFFIXES = frozenset(
-    {
+    [
         ".png",
         ".jpg",
         ".jpeg",
@@ -36,7 +36,7 @@ _SUFFIXES = frozenset(
         ".pgm",
         ".ppm",
         ".pnm",
-    }
+    ]
 )
 _NO_CLASSES = "__MACOSX"  # of archives that macOS packs
 _ORIENTATION = 0x0112  # EXIF's tag of the camera's rotation
@@ -110,7 +110,7 @@ def _decode(
 
 
 def _upright(picture: Image.Image) -> Image.Image:
-    """Return the picture as its EXIF orientation says that it is shown."""
+    """Return the picture upright, by its EXIF orientation."""
     if picture.getexif().get(_ORIENTATION, 1) == 1:
         return picture
     shown: Image.Image = ImageOps.exif_transpose(picture)

@@ -30,13 +30,13 @@ def class_prior(
     (inner Dirichlet).
 
     Sample by sample: a random client that is not yet full draws a class from its prior,
-    renormalised over the classes that are not used up, and takes the next unused sample of it. (A
-    client whose prior is zero in double precision on all of these draws among them uniformly.)
+    renormalised over the classes that are not used up, and takes the next unused sample of it. (If a
+    prior is zero in double precision on all of these, the client draws among them uniformly.)
 
     Args:
         alpha: The concentration of the priors, greater than 0: smaller, stronger skew.
-        sizes: The partition whose sizes the clients have: `iid`, which differ by at most one, or
-            such as `lognormal(0.3)`, `quantity(0.5)`, `exponential(0.1)`.
+        sizes: The partition that gives the sizes of the clients: `iid` (they differ by at most
+            one), or such as `lognormal(0.3)`, `quantity(0.5)`, `exponential(0.1)`.
 
     Raises:
         InvalidValue: For fewer than one client or more clients than samples, and for `sizes` that

@@ -60,7 +60,7 @@ def cut_classes(
     labels: Indices, counts: npt.NDArray[np.int64], rng: np.random.Generator
 ) -> Partition:
     """Assign `counts[i, c]` random samples of class c to client i (`[clients, classes that
-    occur]`); the others go to nobody.
+    occur]`); no client gets the others.
     """
     clients, classes = counts.shape
     unassigned = class_sizes(labels) - counts.sum(axis=0)

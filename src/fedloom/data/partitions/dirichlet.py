@@ -36,7 +36,7 @@ def dirichlet(
 
     Args:
         alpha: The concentration, greater than 0.
-        minimum: All is drawn anew until every client has so many samples (10 in FedMR, min(4 B, n /
+        minimum: All is drawn anew until every client has this number of samples (10 in FedMR, min(4 B, n /
             (2 N)) = 40 in FedALA); at most 10,000 times, fewer where clients x classes is large.
 
     Raises:

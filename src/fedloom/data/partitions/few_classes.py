@@ -31,7 +31,7 @@ def pathological(
     `classes_per_client`, C classes). Of the n_c samples each of these m clients but the last gets a
     random whole number in [a, n_c / m) with a = max(n_c / (10 m), min(least, n / (2 N)) / C), the
     last one the remainder. If k does not divide C the clients at the end may have fewer than k
-    classes, and classes for which no client remains (always so for N k < C) are held by nobody, as
+    classes, and classes for which no client remains (always so for N k < C) belong to no client, as
     in the authors' protocol.
 
     Args:
@@ -110,8 +110,8 @@ def _shared(
     divide: Callable[[int, int], Indices],
     rng: np.random.Generator,
 ) -> Partition:
-    """Assign each class to its `holders [clients, classes]`, to each as many samples as
-    `divide(samples, clients)` says.
+    """Assign each class to its `holders [clients, classes]`, to each the number of samples of
+    `divide(samples, clients)`.
     """
     counts = np.zeros(holders.shape, dtype=np.int64)
     for label, size in enumerate(class_sizes(labels).tolist()):

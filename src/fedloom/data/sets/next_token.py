@@ -1,5 +1,5 @@
-"""Text whose next character or word a model learns: Shakespeare's plays, and the posts of users of
-Stack Overflow.
+"""Text of which a model learns the next character or word: Shakespeare's plays, and the posts of
+users of Stack Overflow.
 """
 
 import json
@@ -50,7 +50,7 @@ def shakespeare(
             texts of 80 characters, y: the next one), or with plays, `*.txt`: speeches with an empty
             line between, each under a line `NAME:` (text without such lines is one speaker's).
         length: A speaker's speeches are joined and cut every `length` characters.
-        places: Predict a character at every position, or at the last alone, as LEAF does.
+        places: Predict a character at every position, or only at the last, as LEAF does.
         test_fraction: The share of each speaker's sequences, from the end, that tests, in (0, 1).
         least: Speakers with fewer sequences are left out.
 

@@ -55,8 +55,8 @@ def load(
 def cached_split(
     name: str, key: str, make: Callable[[], Split], files: Sequence[Path] = ()
 ) -> Split:
-    """Return `make()`, kept in the cache folder for (`name`, `key`) until one of `files` changes in
-    size or time.
+    """Return `make()`, saved in the cache folder for (`name`, `key`) until one of `files` changes
+    in size or time.
     """
     stamps = [
         (str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files
@@ -119,7 +119,7 @@ def candidates(folders: Sequence[str], folder: str | None) -> Iterator[Path]:
     root = Path(base)
     bases = [root / name for name in folders]
     # Several sets use the same file names: the folder of all data counts as this set's only if its
-    # path says so.
+    # path has its name.
     if folder is not None or {name.lower() for name in root.parts[-2:]} & {
         name.lower() for name in folders
     }:

@@ -82,13 +82,13 @@ def images(
     seed: int = 0,
 ) -> Dataset:
     """Folders of pictures of your own: `train/<class>/*.png` and `test/<class>/*.png`, or
-    `<class>/*.png` alone, in folders of any depth.
+    only `<class>/*.png`, in folders of any depth.
 
     Pictures are shown upright by their EXIF orientation. Grey levels of 16 bits are divided by 257,
     floats from 0 to 1 multiplied by 255; other pictures of 32 bits are refused.
 
     Classes are the folders of the training pictures in alphabetical order. Decoded pictures are
-    kept in the cache folder.
+    saved in the cache folder.
 
     Args:
         folder: The folder.

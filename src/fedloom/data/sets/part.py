@@ -19,7 +19,7 @@ def random_part(
     """A random part of another set: `part(of='mnist(normalise=half)', samples=6000)`.
 
     Args:
-        of: The set, whose normalisation stays.
+        of: The set. Its normalisation stays.
         samples: How many in all, of the training and of the test samples in proportion to their
             numbers, at least one of each. A set that is no larger is taken as it is.
         seed: The seed of the draw, whatever the seed of a run.

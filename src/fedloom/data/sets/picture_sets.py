@@ -32,7 +32,7 @@ class PictureSet:
         wanted: The files, for the error if there are none.
         folders: Names of the folder that holds them.
         classes: The number of classes.
-        text: The docstring of the data set; "" if a function of its own registers it.
+        text: The docstring of the data set; "" if its own function registers it.
         format: The format of the files; `tables` if only the hub's parquet files are read.
         files: The names of the files: of idx and batches those for testing come last.
         class_names: The name of each class.

@@ -1,4 +1,4 @@
-"""Synthetic classification data whose users differ in their model (alpha) and in their inputs
+"""Synthetic classification data of users that differ in their model (alpha) and in their inputs
 (beta).
 """
 
@@ -31,8 +31,8 @@ def synthetic(
     classes: Classes = 10,
     seed: int = 0,
 ) -> Dataset:
-    """Synthetic(alpha, beta) of FedProx: each user has a linear model and an input distribution of
-    its own.
+    """Synthetic(alpha, beta) of FedProx: each user has its own linear model and input
+    distribution.
 
     User i holds int(LogNormal(4, 2)) + 50 samples. Its model: u_i ~ N(0, alpha), W_i and b_i ~
     N(u_i, 1). Its inputs: B_i ~ N(0, beta), v_i ~ N(B_i, 1) in each coordinate, x ~ N(v_i,
@@ -116,8 +116,8 @@ def synthetic_feddc(
 
 
 def _bytes(samples: int, dimension: int, classes: int) -> int:
-    """Return the peak memory of drawing so many samples: inputs in double and in single precision,
-    and a linear model.
+    """Return the peak memory of drawing `samples`: inputs in double and in single precision, and a
+    linear model.
     """
     return samples * (12 * dimension + 16) + 8 * dimension * classes
 

@@ -16,7 +16,7 @@ from fedloom.data.columns import Columns, Missing, TableInputs
 from fedloom.data.convert import Names, as_groups, as_labels
 from fedloom.data.dataset import Dataset, Samples, datasets, in_two
 from fedloom.data.doubts import doubtful_columns, whole_floats
-from fedloom.data.formats.arrow import checked, decode_column, read_any
+from fedloom.data.formats.arrow import checked, decode_in_own_mode, read_any
 from fedloom.data.formats.arrow_columns import (
     categories,
     first_empty,
@@ -25,8 +25,7 @@ from fedloom.data.formats.arrow_columns import (
     undictionary,
 )
 from fedloom.data.formats.csv_files import CsvOptions
-from fedloom.data.formats.limits import reading
-from fedloom.data.formats.pictures import open_picture
+from fedloom.data.formats.limits import naming, reading
 from fedloom.data.formats.words import tokens, vocabulary
 from fedloom.data.preprocessing import Inputs, LabelType, Preprocessing, TextInputs, label_type
 from fedloom.data.sets.normalisation import image_dataset
@@ -67,7 +66,7 @@ def table(
         test_path: The rows to test on. Without it and a test part in the folder, `test_fraction` of
             the rows, of each class, is held out by `seed`.
         target: The column to learn.
-        group: The column, or several, that say whose a row is, for `partition = "natural"`.
+        group: The column, or several, that name the client of a row, for `partition = "natural"`.
         inputs: The columns to learn from, by default all others: numbers as they are; text as one
             column of 0 and 1 for each category of the training rows. A column of pictures, or of
             text called text, sentence or content, is learned from by default without the others,
@@ -125,72 +124,63 @@ def table_dataset(
     """
     if agreed is not None and isinstance(agreed.inputs, TableInputs):
         columns = replace(columns, inputs=[column.name for column in agreed.inputs.columns])
-    train = checked(train, source)
-    columns, notices = _resolved(train, columns, source)
-    tables = [_complete(train, columns, source)]
-    if test is not None:
-        test = _with_names_of(train, checked(test, source), source)
-        tables.append(_complete(test, columns, source))
-    if not len(tables[0]):
-        raise DataError(f"{source}: no rows to learn from")
-    with reading(source, "unreadable table"):
-        table = _joined(tables, columns)
-        rows = _rows(table, columns, source)
-    objective: Objective = CLASSIFICATION if rows.labels.dtype == torch.int64 else Regression()
-    if columns.kind == "auto" and not objective.classes:
-        notices += whole_floats(rows.labels, columns.target, source)
-    rows, class_names, kind = _classes(table, rows, columns.target, objective, agreed)
-    cut = len(tables[0])
-    parts = [rows] if test is None else [rows[:cut], rows[cut:]]
-    splits = in_two(parts, test_fraction, seed)
-    classes = len(class_names or ())
-    if len(columns.inputs) == 1 and is_pictures(table.column(columns.inputs[0]).type):
-        split = _with_inputs(splits, _pixels(table, columns.inputs, source))
-        dataset = image_dataset(name, split, classes, "standard", None, class_names)
-        return replace(dataset, target=columns.target, notices=tuple(notices))
-    training = splits[0].inputs
-    encoding = None if agreed is None else agreed.inputs
-    encoding, inputs, doubts = _encoded(table, columns, source, training, encoding)
-    notices += doubts if agreed is None else []
-    return Dataset(
-        name, *_with_inputs(splits, inputs), classes,
-        vocabulary=len(encoding.words) + 2 if isinstance(encoding, TextInputs) else None,
-        class_names=class_names, objective=objective, encoding=encoding, standardise=columns.standardise,
-        target=columns.target, label_type=kind, notices=tuple(notices),
-    )  # fmt: skip
+    with naming(source):
+        train = checked(train, source)
+        columns, notices = _resolved(train, columns)
+        tables = [_complete(train, columns)]
+        if test is not None:
+            tables.append(_complete(_with_names_of(train, checked(test, source)), columns))
+        if not len(tables[0]):
+            raise DataError("no rows to learn from")
+        with reading(source, "unreadable table"):
+            table = _joined(tables, columns)
+            rows, class_names = _rows(table, columns, agreed)
+        cut = len(tables[0])
+        parts = [rows] if test is None else [rows[:cut], rows[cut:]]
+        splits = in_two(parts, test_fraction, seed)
+        objective: Objective = CLASSIFICATION if rows.labels.dtype == torch.int64 else Regression()
+        if columns.kind == "auto" and not objective.classes:
+            notices += whole_floats(rows.labels, columns.target)
+        classes = len(class_names or ())
+        if len(columns.inputs) == 1 and is_pictures(table.column(columns.inputs[0]).type):
+            split = _with_inputs(splits, decode_in_own_mode(table, columns.inputs[0], source))
+            dataset = image_dataset(name, split, classes, "standard", None, class_names)
+        else:
+            with reading(source, "unreadable table"):
+                encoding, inputs, doubts = _encoded(table, columns, splits[0].inputs, agreed)
+            notices += doubts
+            dataset = Dataset(
+                name, *_with_inputs(splits, inputs), classes,
+                vocabulary=len(encoding.words) + 2 if isinstance(encoding, TextInputs) else None,
+                class_names=class_names, objective=objective, encoding=encoding,
+                standardise=columns.standardise, label_type=_label_type(agreed),
+            )  # fmt: skip
+    told = tuple(f"{source}: {notice}" for notice in notices)
+    return replace(dataset, target=columns.target, notices=told)
 
 
-def _classes(
-    table: Any, rows: Samples, target: str, objective: Objective, agreed: Preprocessing | None
-) -> tuple[Samples, Names | None, LabelType]:
-    """Return the rows with the names of their labels, the names of all classes and their type."""
-    names = _class_names(table.schema.metadata, target) if objective.classes else None
+def _label_type(agreed: Preprocessing | None) -> LabelType:
+    """Return the type of the labels of all sites; "" without an agreement."""
     if agreed is None:
-        return rows, names, ""
-    outputs = agreed.outputs
-    if outputs.classes and objective.classes:
-        names = outputs.classes
-        if rows.label_names is None:
-            labels = rows.labels.numpy().astype(str)
-            rows = Samples(rows.inputs, labels, rows.groups, group_names=rows.group_names)
-    return rows, names, outputs.label_type or label_type(outputs.classes)
+        return ""
+    return agreed.outputs.label_type or label_type(agreed.outputs.classes)
 
 
 def _encoded(
-    table: Any, columns: Columns, source: str, training: Tensor, encoding: Inputs | None
+    table: Any, columns: Columns, training: Tensor, agreed: Preprocessing | None
 ) -> tuple[Inputs, Tensor, list[str]]:
     """Encode the inputs of a table, by default with the words or the categories of some rows.
 
     Args:
         table: Arrow table of `n` rows.
         columns: Roles of its columns.
-        source: Its name in errors and notices.
         training: Numbers of the rows to train on.
-        encoding: Encoding on which a federation has agreed.
+        agreed: Preprocessing on which a federation has agreed.
 
     Returns:
-        The encoding, the inputs `[n, ...]` and notices.
+        The encoding, the inputs `[n, ...]` and, without an agreement, notices.
     """
+    encoding = None if agreed is None else agreed.inputs
     name, *others = columns.inputs
     cells = table.column(name)
     if not others and name in _TEXTS and is_text(cells.type):
@@ -200,12 +190,11 @@ def _encoded(
             encoding = TextInputs(tuple(words), _LENGTH, column=name)
         return encoding, encoding.encode(texts), []
     doubts = []
-    with reading(source, "unreadable table"):
-        if not isinstance(encoding, TableInputs):
-            encoding = TableInputs.of(table, columns, source, training.numpy())
-            doubts = doubtful_columns(table, columns, source, training.numpy())
-        inputs, notices = encoding.encode(table, source)
-    return encoding, inputs, [*doubts, *notices]
+    if not isinstance(encoding, TableInputs):
+        encoding = TableInputs.of(table, columns, training.numpy())
+        doubts = doubtful_columns(table, columns, training.numpy())
+    inputs, notices = encoding.encode(table)
+    return encoding, inputs, [*doubts, *notices] if agreed is None else []
 
 
 def _with_inputs(rows: Iterable[Samples], inputs: Tensor) -> tuple[Samples, Samples]:
@@ -214,9 +203,9 @@ def _with_inputs(rows: Iterable[Samples], inputs: Tensor) -> tuple[Samples, Samp
     return train, test
 
 
-def _with_names_of(train: Any, test: Any, source: str) -> Any:
-    """Return rows to test on whose numbers of Hugging Face's `ClassLabel` stand for the same names
-    as those of the rows to train on.
+def _with_names_of(train: Any, test: Any) -> Any:
+    """Return the rows to test on with the numbers that Hugging Face's `ClassLabel` has in the rows
+    to train on.
     """
     import pyarrow as pa
 
@@ -227,7 +216,7 @@ def _with_names_of(train: Any, test: Any, source: str) -> Any:
             continue
         if strange := [other for other in others if other not in names]:
             raise DataError(
-                f"{source}: column {quoted(name)} of the rows to test on has the class {quoted(strange[0])}, "
+                f"column {quoted(name)} of the rows to test on has the class {quoted(strange[0])}, "
                 f"which those to train on have not (they have: {shortened(', '.join(names))})"
             )
         place = [names.index(other) for other in others]
@@ -240,7 +229,7 @@ def _with_names_of(train: Any, test: Any, source: str) -> Any:
     return test
 
 
-def _resolved(table: Any, columns: Columns, source: str) -> tuple[Columns, list[str]]:
+def _resolved(table: Any, columns: Columns) -> tuple[Columns, list[str]]:
     """Return the roles with the columns that were left open, and notices of columns that are not
     used; raises `InvalidValue` for one that the table does not have.
     """
@@ -248,28 +237,24 @@ def _resolved(table: Any, columns: Columns, source: str) -> tuple[Columns, list[
     target = columns.target or next((name for name in _TARGETS if name in names), "")
     if not target:
         listed = shortened(", ".join(names))
-        raise InvalidValue(
-            f"{source}: which column is to be learned? Give target, one of: {listed}"
-        )
+        raise InvalidValue(f"which column is to be learned? Give target, one of: {listed}")
     taken = {target, *columns.groups}
     free = [name for name in names if name not in taken]
     inputs = list(columns.inputs) or _special(table, free)[:1] or free
-    _require_columns("target", [target], names, source)
-    _require_columns("group", columns.groups, names, source)
-    _require_columns("inputs", inputs, names, source)
-    _require_columns("categorical", columns.categorical, inputs, source)
+    _require_columns("target", [target], names)
+    _require_columns("group", columns.groups, names)
+    _require_columns("inputs", inputs, names)
+    _require_columns("categorical", columns.categorical, inputs)
     if clash := taken & set(inputs):
-        raise InvalidValue(
-            f"{source}: inputs: {quoted(next(iter(clash)))} is the target or a group too"
-        )
+        raise InvalidValue(f"inputs: {quoted(next(iter(clash)))} is the target or a group too")
     if not inputs:
-        raise InvalidValue(f"{source}: inputs: no column is left")
+        raise InvalidValue("inputs: no column is left")
     unused = [] if columns.inputs else [name for name in free if name not in inputs]
     notices = []
     if unused:
         choose = ": name the columns to learn from in inputs=[...]" if columns.has_options else ""
         notices = [
-            f"{source}: learns from the column {quoted(inputs[0])} only, without "
+            f"learns from the column {quoted(inputs[0])} only, without "
             f"{shortened(', '.join(map(quoted, unused)))}{choose}"
         ]
     return replace(columns, target=target, inputs=inputs), notices
@@ -285,14 +270,14 @@ def _special(table: Any, names: Iterable[str]) -> list[str]:
     ]
 
 
-def _require_columns(role: str, chosen: Iterable[str], allowed: Sequence[str], source: str) -> None:
+def _require_columns(role: str, chosen: Iterable[str], allowed: Sequence[str]) -> None:
     for name in chosen:
         if name not in allowed:
             near = f"{suggestion(name, allowed)} (there are: {shortened(', '.join(allowed))})"
-            raise InvalidValue(f"{source}: {role}: no column {quoted(name)}{near}")
+            raise InvalidValue(f"{role}: no column {quoted(name)}{near}")
 
 
-def _complete(table: Any, columns: Columns, source: str) -> Any:
+def _complete(table: Any, columns: Columns) -> Any:
     """Select columns, without rows that have an empty cell if these are dropped; raises `DataError`
     for other empty cells.
     """
@@ -300,7 +285,7 @@ def _complete(table: Any, columns: Columns, source: str) -> Any:
 
     names = [columns.target, *columns.groups, *columns.inputs]
     if missing := sorted(set(names).difference(table.column_names)):
-        raise DataError(f"{source}: the rows to test on have no column {quoted(missing[0])}")
+        raise DataError(f"the rows to test on have no column {quoted(missing[0])}")
     table = table.select(names)
     for position, cells in enumerate(table.columns):
         if pa.types.is_string_view(cells.type):  # Polars' text, of which Arrow takes no rows
@@ -314,7 +299,7 @@ def _complete(table: Any, columns: Columns, source: str) -> Any:
             if columns.has_options:
                 fill = " (missing='mean' fills inputs)" if name in columns.inputs else ""
                 remedy = f"or set missing='drop'{fill}"
-            raise DataError(f"{source}: column {quoted(name)} {empty}: fill it, {remedy}")
+            raise DataError(f"column {quoted(name)} {empty}: fill it, {remedy}")
     return table
 
 
@@ -336,10 +321,14 @@ def _joined(tables: Sequence[Any], columns: Columns) -> Any:
     return pa.concat_tables([train, *tests], promote_options="permissive")
 
 
-def _rows(table: Any, columns: Columns, source: str) -> Samples:
-    """Return labels and groups of the rows; the inputs are the rows' numbers."""
+def _rows(
+    table: Any, columns: Columns, agreed: Preprocessing | None
+) -> tuple[Samples, Names | None]:
+    """Return labels and groups of the rows, and the names of the classes; the inputs are the rows'
+    numbers.
+    """
     values = undictionary(table.column(columns.target)).to_numpy()
-    title = f"{source}: target {quoted(columns.target)}"
+    title = f"target {quoted(columns.target)}"
     if columns.kind == "classification" and values.dtype.kind == "f":
         if (values % 1).any() or (np.abs(values) >= 2**63).any():
             raise DataError(f"{title} has fractions or numbers beyond 2^63, so they are no classes")
@@ -348,9 +337,15 @@ def _rows(table: Any, columns: Columns, source: str) -> Samples:
         # an infinite one is refused
         with np.errstate(over="ignore"), reading(title, "no numbers"):
             values = values.astype(np.float32)
-    labels, names = as_labels(values)
+    labels, texts = as_labels(values)
     groups, group_names = _groups([table.column(name) for name in columns.groups])
-    return Samples(torch.arange(len(labels)), labels, groups, names, group_names)
+    names = None
+    if labels.dtype == torch.int64:
+        names = _class_names(table.schema.metadata, columns.target)
+        if agreed is not None and agreed.outputs.classes:
+            names = agreed.outputs.classes
+            labels, texts = (labels, texts) if texts else as_labels(labels.numpy().astype(str))
+    return Samples(torch.arange(len(labels)), labels, groups, texts, group_names), names
 
 
 def _groups(columns: Sequence[Any]) -> tuple[Tensor | None, Names | None]:
@@ -366,16 +361,6 @@ def _groups(columns: Sequence[Any]) -> tuple[Tensor | None, Names | None]:
         ]
     numbers, names = as_groups(texts or np.empty(0, int))
     return numbers[torch.from_numpy(index)], names
-
-
-def _pixels(table: Any, names: Sequence[str], source: str) -> Tensor:
-    """Return the pictures of a column, grey if the first one is."""
-    packed = table.column(names[0])[0].as_py()
-    if not packed or not packed.get("bytes"):
-        raise DataError(f"{source}: no picture in row 0")
-    with reading(source, "unreadable picture in row 0"), open_picture(packed["bytes"]) as picture:
-        is_grey = picture.mode in ("1", "L", "I", "F") or picture.mode.startswith("I;16")
-    return decode_column(table, 1 if is_grey else 3, source, names)
 
 
 def _class_names(metadata: Any, target: str) -> tuple[str, ...] | None:
