@@ -10,8 +10,15 @@ PADDING = 4
 
 
 def draw_flip_crop(count: int, generator: torch.Generator) -> Tensor:
-    """Draw for each of `count` images whether it is flipped and the crop's shift in rows and in
-    columns, `[count, 3]` int64.
+    """Draw flips and crops of images.
+
+    Args:
+        count: Number of images.
+        generator: Source of the draws.
+
+    Returns:
+        For each image 1 if it is flipped, and the crop's shift in rows and in columns, `[count, 3]`
+        int64.
     """
     flipped = torch.rand(count, generator=generator) < 0.5
     cropped = torch.rand(count, generator=generator) < 0.5
@@ -21,7 +28,15 @@ def draw_flip_crop(count: int, generator: torch.Generator) -> Tensor:
 
 
 def apply_flip_crop(images: Tensor, drawn: Tensor) -> Tensor:
-    """Flip and crop images `[b, channels, height, width]` by `drawn [b, 3]`."""
+    """Flip and crop images.
+
+    Args:
+        images: Images `[b, channels, height, width]`.
+        drawn: Flips and shifts `[b, 3]` of `draw_flip_crop`.
+
+    Returns:
+        The images, of the same shape.
+    """
     count, _, height, width = images.shape
     flipped, row_shift, column_shift = drawn.to(images.device).unsqueeze(2).unbind(1)
     columns = torch.arange(width, device=images.device).expand(count, width)

@@ -128,8 +128,12 @@ class TableInputs:
 
     @classmethod
     def of(cls, table: Any, roles: Columns, rows: npt.NDArray[np.int64]) -> "TableInputs":
-        """Return the encoding of an Arrow table's inputs, with the categories of some `rows`;
-        `fitted` adds the numbers.
+        """Return the encoding of a table's inputs, before `fitted` adds the figures of numbers.
+
+        Args:
+            table: Arrow table.
+            roles: Roles of its columns.
+            rows: Rows to train on; categories are those of these rows.
         """
         columns = []
         for name in roles.inputs:

@@ -98,8 +98,18 @@ def _numbered(values: Any, field: str) -> tuple[Tensor, Names | None, bool]:
 
 
 def class_labels(values: Any, classes: int, source: Path | str) -> Tensor:
-    """Return `values [n]` as int64 labels; raises `DataError`, with the row, unless all are
-    integers 0..classes-1.
+    """Return labels of classes as a tensor.
+
+    Args:
+        values: Labels `[n]`.
+        classes: Number of classes.
+        source: Name of the data in errors.
+
+    Returns:
+        Labels `[n]` int64.
+
+    Raises:
+        DataError: A label, named with its row, is no integer of 0..classes-1.
     """
     # may unfold to any size
     nested = isinstance(values, list) and any(isinstance(value, Sized) for value in values)

@@ -121,8 +121,16 @@ class Samples:
 def hold_out(
     samples: Samples, fraction: float, seed: int, *, within: Tensor | None = None
 ) -> tuple[Samples, Samples]:
-    """Split samples at random into (training, test), the same share of each group of `within [n]`,
-    by default of each class.
+    """Split samples at random into training and test samples, the same share of each group.
+
+    Args:
+        samples: `n` samples.
+        fraction: Share of the test samples, in (0, 1).
+        seed: Seed of the draw.
+        within: Groups `[n]`, by default the classes.
+
+    Returns:
+        Training and test samples, each in the order of `samples`.
     """
     if not 0 < fraction < 1:
         raise InvalidValue(f"test_fraction must lie between 0 and 1, not {fraction}")
@@ -144,8 +152,12 @@ def hold_out(
 
 
 def in_two(splits: Sequence[Samples], fraction: float, seed: int) -> tuple[Samples, Samples]:
-    """Return training and test samples with names numbered alike; of one part, `hold_out` holds out
-    the test samples.
+    """Return training and test samples with names numbered alike.
+
+    Args:
+        splits: Training and test samples, or samples of which a share is held out.
+        fraction: Share that is held out, in (0, 1).
+        seed: Seed of the draw.
     """
     train, test = splits if len(splits) > 1 else hold_out(splits[0], fraction, seed)
     train, test = same_names(train, test)

@@ -42,7 +42,12 @@ def doubtful_columns(table: Any, roles: Columns, rows: npt.NDArray[np.int64]) ->
 
 
 def whole_floats(labels: Tensor, target: str) -> list[str]:
-    """Return a notice if a target of floats holds few whole numbers, which may be classes."""
+    """Return a notice if a target of floats holds few whole numbers, which may be classes.
+
+    Args:
+        labels: Target `[n]`.
+        target: Name of its column.
+    """
     values = labels.unique()
     if len(values) > _FEW_VALUES or bool((values % 1).any()):
         return []

@@ -40,8 +40,15 @@ class LabelNoise:
         return self.rate if isinstance(self.rate, list) else [self.rate, self.rate]
 
     def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
-        """Return the labels that replace `labels [n]`; `keys [n]` are independent random 64-bit
-        numbers.
+        """Return the labels that replace others.
+
+        Args:
+            labels: True labels `[n]`.
+            classes: Number of classes.
+            keys: Independent random 64-bit numbers `[n]`.
+
+        Returns:
+            Labels `[n]`.
         """
         raise NotImplementedError
 
@@ -51,8 +58,17 @@ class LabelNoise:
         return numpy_stream(seed, "label noise rates").uniform(low, high, clients)
 
     def apply(self, labels: Indices, partition: Partition, classes: int, seed: int) -> Indices:
-        """Return `labels [n]` with a share replaced: with one seed, a higher rate replaces those of
-        a lower, too.
+        """Return labels with a share replaced. With one seed, a higher rate also replaces those of a lower
+        one.
+
+        Args:
+            labels: Labels `[n]`.
+            partition: Samples of each client.
+            classes: Number of classes.
+            seed: Seed of the draw.
+
+        Returns:
+            Labels `[n]`.
         """
         expected = self.rates(len(partition), seed) * partition.sizes
         counts = np.floor(

@@ -51,7 +51,12 @@ class Partition:
 
     @classmethod
     def from_sizes(cls, indices: npt.ArrayLike, sizes: npt.ArrayLike) -> "Partition":
-        """Return the partition into consecutive runs of `indices`, `sizes[i]` of them for client i."""
+        """Return the partition into consecutive runs of samples.
+
+        Args:
+            indices: Samples `[n]`.
+            sizes: Number of samples of each client, `[clients]`.
+        """
         taken = np.asarray(indices, dtype=np.int64)
         offsets = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, dtype=np.int64))]
@@ -62,8 +67,12 @@ class Partition:
 
     @classmethod
     def from_owners(cls, samples: Indices, owners: Indices, clients: int) -> "Partition":
-        """Assign sample `samples[j]` to client `owners[j]`, or to none for -1, in the order of
-        `samples`.
+        """Return the partition of samples with an owner, in the order of the samples.
+
+        Args:
+            samples: Samples `[n]`.
+            owners: Client of each sample `[n]`, -1 for none.
+            clients: Number of clients.
         """
         sizes = np.bincount(owners + 1, minlength=clients + 1)
         order = np.argsort(owners, kind="stable")
@@ -102,8 +111,14 @@ class Partition:
         return np.diff(self.offsets)
 
     def histogram(self, labels: Indices, classes: int) -> npt.NDArray[np.int64]:
-        """Count the samples of each client and class, `[clients, classes]`, as a bubble chart draws
-        them.
+        """Count the samples of each client and class, as a bubble chart draws them.
+
+        Args:
+            labels: Labels of all samples.
+            classes: Number of classes.
+
+        Returns:
+            `[clients, classes]`.
         """
         owner = np.repeat(np.arange(len(self)), self.sizes)
         counts = np.bincount(owner * classes + labels[self.indices], minlength=len(self) * classes)
@@ -152,12 +167,18 @@ class Partition:
 def split_train_test(
     partition: Partition, seed: int, fraction: float = 0.25
 ) -> tuple[Partition, Partition]:
-    """Split each client's samples at random into (train, test), so that a client is tested on its
-    own distribution.
+    """Split each client's samples at random, so that a client is tested on its own distribution.
 
     Of a client's n samples floor((1 - fraction) n) train, but at least one, and at most n - 1 where
-    n >= 2. Drawn as `draw_from_each` draws, so a site can repeat its own split. Raises
-    `InvalidValue` for a fraction outside (0, 1).
+    n >= 2. Drawn as `draw_from_each` draws, so a site can repeat its own split.
+
+    Args:
+        partition: Samples of each client.
+        seed: Seed of the draw.
+        fraction: Share that tests, in (0, 1).
+
+    Returns:
+        The partitions of training and of test samples.
 
     Source: FedALA (Zhang et al., AAAI 2023), experimental setup: 75 % / 25 %.
     """
@@ -176,7 +197,17 @@ def split_train_test(
 def draw_from_each(
     partition: Partition, counts: Indices, seed: int, purpose: str
 ) -> tuple[Partition, Partition]:
-    """Split off `counts[i]` random samples of client i; the draw depends on its own samples only."""
+    """Split off random samples of each client; the draw depends on its own samples only.
+
+    Args:
+        partition: Samples of each client.
+        counts: Number of samples to split off, `[clients]`.
+        seed: Seed of the draw.
+        purpose: Name of the random stream.
+
+    Returns:
+        The partitions of the samples split off and of the others.
+    """
     sizes = partition.sizes
     owners = np.repeat(np.arange(len(partition)), sizes)
     shuffled = partition.indices[
@@ -192,6 +223,14 @@ def draw_from_each(
 def sample_keys(samples: Indices, seed: int, purpose: str) -> npt.NDArray[np.uint64]:
     """Return a random 64-bit key for each sample: the output number `samples[j]` of a SplitMix64
     generator.
+
+    Args:
+        samples: Samples `[n]`.
+        seed: Seed of the generator.
+        purpose: Name of its random stream.
+
+    Returns:
+        Keys `[n]`.
     """
     # Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, Fig. 14
     # (mix64variant13)
@@ -215,12 +254,20 @@ partitions: Registry[Callable[..., Partition]] = Registry("partition", "fedloom.
 def build_partition(
     partition: Any, labels: Indices, clients: int, seed: int, groups: Indices | None
 ) -> Partition:
-    """Return a partition of a name, of a function or its path `module:name`, or of each client's
-    sample indices.
+    """Return a partition of a name, a function or samples.
 
-    A function is called with as many of (labels, clients, seed, groups) as it takes, and returns a
-    `Partition` or the indices. Raises `InvalidValue` for anything else, `DataError` for samples
-    that do not exist or have two clients.
+    Args:
+        partition: A registered name, a function or its path `module:name`, or each client's sample
+            indices. A function is called with as many of the other arguments as it takes, and
+            returns a `Partition` or the indices.
+        labels: Labels `[n]`.
+        clients: Number of clients.
+        seed: Seed of the draw.
+        groups: Natural client of each sample, `[n]` or None.
+
+    Raises:
+        InvalidValue: `partition` is anything else.
+        DataError: A sample does not exist or has two clients.
     """
     if isinstance(partition, Partition):
         return partition
@@ -244,7 +291,13 @@ def build_partition(
 
 
 def require_samples(partition: Partition, samples: int, source: str) -> None:
-    """Raise `DataError` unless a partition holds samples that there are, each of them once."""
+    """Raise `DataError` for samples that do not exist or have two clients.
+
+    Args:
+        partition: Samples of each client.
+        samples: Number of samples.
+        source: Name of the partition.
+    """
     outside = partition.indices[(partition.indices < 0) | (partition.indices >= samples)]
     if len(outside):
         raise DataError(

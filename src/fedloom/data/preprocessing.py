@@ -182,7 +182,15 @@ class Preprocessing:
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "preprocessing") -> "Preprocessing":
-        """Read what `to_json` wrote; raises `DataError`, with the source, for anything else."""
+        """Read what `to_json` wrote.
+
+        Args:
+            text: JSON.
+            source: Its name in errors.
+
+        Raises:
+            DataError: The text is anything else, or was changed.
+        """
         try:
             values = json.loads(text)
             preprocessing: Preprocessing = TypeAdapter(cls).validate_python(values)
@@ -298,8 +306,11 @@ class Preprocessing:
 
 
 def normalised(inputs: Tensor, scale: Scale | None) -> Tensor:
-    """Return bytes as float32 between 0 and 1, less the mean and over the deviation of each
-    channel; others unchanged.
+    """Return bytes as normalised float32, other inputs unchanged.
+
+    Args:
+        inputs: Inputs `[n, channels, ...]`.
+        scale: Mean and deviation of each channel, pixels in [0, 1]; None divides by 255 only.
     """
     if inputs.dtype != torch.uint8:
         return inputs

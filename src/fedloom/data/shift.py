@@ -36,13 +36,24 @@ class InputShift:
         require_fields(self)
 
     def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:
-        """Return the shifted inputs `[n, ...]` of a client, float32 with pixels between 0 and 1 or
-        float features.
+        """Return the shifted inputs of a client.
+
+        Args:
+            inputs: Inputs `[n, ...]`: float32 pixels between 0 and 1, or float features.
+            client: Number of the client.
+            clients: Number of clients.
+            seed: Seed of the draws.
         """
         raise NotImplementedError
 
     def apply(self, samples: Samples, partition: Partition, seed: int) -> Samples:
-        """Return the samples with those of each client of `partition` shifted."""
+        """Return the samples with those of each client shifted.
+
+        Args:
+            samples: All samples.
+            partition: Samples of each client.
+            seed: Seed of the draws.
+        """
         inputs = samples.inputs
         if not (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
             raise InvalidValue(f"shift needs pictures or numbers, not {kind_of(inputs)}")
@@ -88,7 +99,13 @@ class Rotation(InputShift):
     degrees: Angle | list[Angle] = 45.0
 
     def angle(self, client: int, clients: int, seed: int) -> float:
-        """Return the angle of a client."""
+        """Return the angle of a client in degrees.
+
+        Args:
+            client: Number of the client.
+            clients: Number of clients.
+            seed: Seed of the draws.
+        """
         rng = numpy_stream(seed, "shift")
         if isinstance(self.degrees, list):
             if not self.degrees:

@@ -121,8 +121,14 @@ def _unpacked_bytes(cells: Any) -> int:
 
 
 def checked(table: Any, source: Path | str) -> Any:
-    """Return an Arrow table after a check of its size, its text and the names of its columns;
-    raises `DataError`.
+    """Return an Arrow table after a check of its size, its text and the names of its columns.
+
+    Args:
+        table: Arrow table of any origin.
+        source: Its name in errors.
+
+    Raises:
+        DataError: The table is damaged or too large, or two columns have one name.
     """
     with reading(source, "damaged table"):
         require_columns(table.num_columns, source)
@@ -139,8 +145,14 @@ def checked(table: Any, source: Path | str) -> Any:
 
 
 def read_any(path: Path, options: CsvOptions | None = None) -> tuple[Any, Any]:
-    """Read the Arrow tables to train on, and to test on or None, from a CSV or parquet file or a
-    folder of `save_to_disk`.
+    """Read a CSV or parquet file or a folder of `save_to_disk`.
+
+    Args:
+        path: The file or folder.
+        options: Types of columns and the format of a CSV file.
+
+    Returns:
+        Arrow tables of the rows to train on, and of the rows to test on or None.
     """
     with reading(path, "damaged folder of a DatasetDict"):
         if (path / "dataset_dict.json").is_file():
@@ -212,8 +224,15 @@ def _saved(folder: Path) -> Any:
 
 
 def hub_table(repository: str, split: str) -> Any:
-    """Load a data set of the Hugging Face hub as an Arrow table, pictures still packed; raises
-    `MissingExtra` or `DataError`.
+    """Load a data set of the Hugging Face hub as an Arrow table, pictures still packed.
+
+    Args:
+        repository: The data set.
+        split: Its part, such as `train`.
+
+    Raises:
+        MissingExtra: The extra `hub` is not installed.
+        DataError: The data set cannot be loaded.
     """
     hub = import_extra("datasets", "hub", f"loading {repository} from the Hugging Face hub")
     with reading(f"hub data set {repository!r}, split {split!r}", "cannot be loaded"):
@@ -225,8 +244,16 @@ def hub_table(repository: str, split: str) -> Any:
 def decode_column(
     table: Any, channels: int, source: str, names: Sequence[str] = ("image", "img")
 ) -> Tensor:
-    """Decode the column of pictures, the first one of `names`, to uint8 `[n, channels, height,
-    width]`; raises `DataError`.
+    """Decode a column of pictures.
+
+    Args:
+        table: Arrow table of `n` rows.
+        channels: 1 (grey) or 3 (colour).
+        source: Its name in errors.
+        names: Names of the column; the first one that the table has is read.
+
+    Returns:
+        Pixels `[n, channels, height, width]` uint8.
     """
     import pyarrow as pa
 
@@ -248,7 +275,16 @@ def decode_column(
 
 
 def decode_in_own_mode(table: Any, name: str, source: str) -> Tensor:
-    """Decode a column of pictures as `decode_column`, to grey levels if the first one is grey."""
+    """Decode a column of pictures, to grey levels if the first one is grey.
+
+    Args:
+        table: Arrow table of `n` rows.
+        name: Name of the column.
+        source: Its name in errors.
+
+    Returns:
+        Pixels `[n, channels, height, width]` uint8.
+    """
     packed = table.column(name)[0].as_py()
     if not packed or not packed.get("bytes"):
         raise DataError(f"{source}: no picture in row 0")
@@ -258,8 +294,15 @@ def decode_in_own_mode(table: Any, name: str, source: str) -> Tensor:
 
 
 def column(table: Any, names: Sequence[str], source: str) -> Any:
-    """Return the first column of `table` called one of `names`; raises `DataError` if there is none
-    or it has empty cells.
+    """Return a column without empty cells.
+
+    Args:
+        table: Arrow table.
+        names: Names of the column; the first one that the table has is returned.
+        source: Its name in errors.
+
+    Raises:
+        DataError: The table has no such column, or a cell is empty.
     """
     available = table.column_names
     name = next((name for name in names if name in available), None)

@@ -183,7 +183,18 @@ def one_hot(cells: Any, names: tuple[str, ...]) -> tuple[npt.NDArray[np.float64]
 
 
 def numbers(cells: Any, title: str) -> npt.NDArray[np.float64]:
-    """Return the numbers of a column, `[n, 1]`, or of lists `[n, length]`, NaN for empty cells."""
+    """Return the numbers of a column.
+
+    Args:
+        cells: Cells of `n` rows: numbers, booleans, or lists of numbers.
+        title: Name of the column in errors.
+
+    Returns:
+        `[n, 1]`, or `[n, length]` of lists; NaN for empty cells.
+
+    Raises:
+        DataError: Cells are of another type, or not finite.
+    """
     import pyarrow as pa
 
     kind, is_type = cells.type, pa.types

@@ -52,6 +52,10 @@ class CsvOptions:
 def read_text_table(path: Path, options: CsvOptions) -> Any:
     """Read a CSV file as an Arrow table of text, each cell as it is in the file.
 
+    Args:
+        path: The file.
+        options: Its format.
+
     Raises:
         DataError: The file is damaged, too large or not in its encoding (by default UTF-8 or
             UTF-16).
@@ -108,7 +112,7 @@ def _as_utf8(text: bytes, path: Path, encoding: str) -> bytes:
     if not encoding and text[:2] in (b"\xff\xfe", b"\xfe\xff"):
         encoding = "utf-16"
     try:
-        text = text.decode(encoding or "utf-8").encode()
+        decoded = text.decode(encoding or "utf-8")
     except UnicodeDecodeError as error:
         if encoding == "utf-16":
             raise
@@ -118,6 +122,7 @@ def _as_utf8(text: bytes, path: Path, encoding: str) -> bytes:
         raise DataError(
             f"{path}: line {line} is not {encoding or 'UTF-8'}: {found}. {remedy}"
         ) from None
+    text = decoded.encode() if encoding else text
     return text.removeprefix(b"\xef\xbb\xbf")
 
 

@@ -13,7 +13,12 @@ from fedloom.data.formats.limits import read_text, reading
 
 
 def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
-    """Return the json files in `folder`, `all_data_10` after `all_data_9`."""
+    """Return files in the order of the numbers in their names: `all_data_10` after `all_data_9`.
+
+    Args:
+        folder: Folder of the files.
+        pattern: Pattern of their names.
+    """
 
     def order(path: Path) -> list[tuple[int, str]]:
         return [
@@ -27,8 +32,14 @@ def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
 def read_leaf(
     path: Path, convert: Callable[[dict[str, Any]], Any] | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """Read each user's `x` and `y`; `convert` is called as each object closes, before the next is
-    parsed.
+    """Read a file of users and their samples.
+
+    Args:
+        path: The file.
+        convert: Called with each object as it closes, before the next one is parsed.
+
+    Returns:
+        `x` and `y` of each user.
     """
     with reading(path, "damaged json"):
         content = json.loads(read_text(path, "json"), object_hook=convert)

@@ -32,8 +32,12 @@ def allowed_bytes() -> int:
 
 
 def require_room(needed: int, source: Path | str, share: float = 1) -> None:
-    """Raise `DataError` unless `source` may take `needed` bytes, of which no more than `share` of
-    the memory allowed.
+    """Raise `DataError` for data that take too much memory.
+
+    Args:
+        needed: Bytes that the data take.
+        source: Name of the data.
+        share: Share of the allowed memory that they may take.
     """
     needed = min(needed, 2**90)  # the sizes in a header may multiply to more than a float holds
     if needed > allowed_bytes() * share:
@@ -51,7 +55,12 @@ MOST_COLUMNS = 20_000
 
 
 def require_columns(count: int, source: Path | str) -> None:
-    """Raise `DataError` for a table with more than `MOST_COLUMNS`."""
+    """Raise `DataError` for a table with more than `MOST_COLUMNS`.
+
+    Args:
+        count: Number of columns.
+        source: Name of the table.
+    """
     if count > MOST_COLUMNS:
         raise DataError(
             f"{source}: {count:,} columns, more than the {MOST_COLUMNS:,} of a table: "
@@ -61,8 +70,11 @@ def require_columns(count: int, source: Path | str) -> None:
 
 @contextmanager
 def reading(path: Path | str, damage: str) -> Iterator[None]:
-    """Raise `DataError`, in one line that names `path`, for values that are not allowed, pipes and
-    `damage`: all other errors.
+    """Raise `DataError`, in one line, for errors while data are read.
+
+    Args:
+        path: File or name of the data. Devices and pipes are refused.
+        damage: Text for errors of other libraries.
     """
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise DataError(f"{path}: cannot be read (it is a device or a pipe, which may have no end)")
@@ -100,8 +112,15 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path, kind: str = "text", share: float = 1) -> str:
-    """Read the text of `path`; raises `DataError`, naming its `kind`, if it cannot be read, is too
-    large or is not UTF-8.
+    """Read a text file in UTF-8.
+
+    Args:
+        path: The file.
+        kind: Kind of the text in errors.
+        share: Share of the allowed memory that it may take.
+
+    Raises:
+        DataError: The file cannot be read, is too large or is not UTF-8.
     """
     with reading(path, f"damaged {kind}"):
         require_room(path.stat().st_size, path, share)

@@ -54,8 +54,20 @@ def decode_images(
     channels: int,
     size: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Decode pictures on several threads to uint8 `[count, channels, height, width]`, scaled to
-    `size` if given.
+    """Decode pictures on several threads.
+
+    Args:
+        count: Number of pictures.
+        content: Returns the bytes of a picture by its number, None for none.
+        name: Returns the name of a picture in errors.
+        channels: 1 (grey) or 3 (colour).
+        size: Height and width to scale to; without it all must have one size.
+
+    Returns:
+        Pixels `[count, channels, height, width]` uint8.
+
+    Raises:
+        DataError: A picture is unreadable, too large or of another size.
     """
     if not count:
         return torch.empty((0, channels, *(size or (0, 0))), dtype=torch.uint8)
@@ -139,7 +151,19 @@ def _eight_bits(picture: Image.Image, name: str) -> Image.Image:
 
 
 def read_files(paths: Sequence[Path], channels: int, size: tuple[int, int] | None = None) -> Tensor:
-    """Decode picture files to uint8 `[n, channels, height, width]`; raises as `decode_images`."""
+    """Decode picture files.
+
+    Args:
+        paths: The `n` files.
+        channels: 1 (grey) or 3 (colour).
+        size: Height and width to scale to.
+
+    Returns:
+        Pixels `[n, channels, height, width]` uint8.
+
+    Raises:
+        DataError: As `decode_images`.
+    """
     return decode_images(
         len(paths), lambda row: read_bytes(paths[row]), lambda row: str(paths[row]), channels, size
     )

@@ -46,8 +46,11 @@ def tokenizer(path: str) -> Callable[[str], Sequence[str]]:
 
 
 def vocabulary(texts: Iterable[Sequence[str]], most: int | None = None) -> dict[str, int]:
-    """Number the tokens 2, 3, ... by falling count, then alphabetically; at most `most` ids with
-    the two special ones.
+    """Number the tokens 2, 3, ... by falling count, then alphabetically.
+
+    Args:
+        texts: Tokens of each text.
+        most: Number of ids at most, with the two special ones; None for all.
     """
     counts = Counter(token for text in texts for token in text)
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
@@ -58,7 +61,16 @@ def vocabulary(texts: Iterable[Sequence[str]], most: int | None = None) -> dict[
 
 
 def encode(texts: Sequence[Sequence[str]], numbers: Mapping[str, int], length: int) -> Tensor:
-    """Return token numbers `[n, length]` int64: each text cut at `length`, or filled up with `PAD`."""
+    """Return the token numbers of texts.
+
+    Args:
+        texts: Tokens of `n` texts.
+        numbers: Number of each token.
+        length: Tokens that a text is cut or, with `PAD`, filled up to.
+
+    Returns:
+        `[n, length]` int64.
+    """
     ids = np.full((len(texts), length), PAD, dtype=np.int64)
     for row, text in enumerate(texts):
         cut = text[:length]

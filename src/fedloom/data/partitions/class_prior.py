@@ -61,8 +61,14 @@ def class_prior(
 
 
 def draw_turns(room: Indices, rng: np.random.Generator) -> Indices:
-    """Draw the client of each step among those with fewer than `room[i]` steps so far, by
-    rejection.
+    """Draw the client of each step among those that are not full, by rejection.
+
+    Args:
+        room: Number of steps of each client, `[clients]`.
+        rng: Source of the draws.
+
+    Returns:
+        Clients `[steps]`.
     """
     room = room.copy()
     blocks = []
@@ -81,7 +87,17 @@ def draw_classes(
     uniforms: npt.NDArray[np.float64],
     sizes: Indices,
 ) -> Indices:
-    """Draw the class of each step from its client's prior over the classes that have samples left."""
+    """Draw the class of each step from its client's prior over the classes that have samples left.
+
+    Args:
+        priors: Prior of each client, `[clients, classes]`.
+        turns: Client of each step, `[steps]`.
+        uniforms: Random numbers in [0, 1), `[steps]`.
+        sizes: Samples of each class, `[classes]`.
+
+    Returns:
+        Classes `[steps]`.
+    """
     remaining = sizes.copy()
     weights = np.maximum(priors, 1e-200)  # so that the sum to divide by is never 0
     drawn = np.empty(len(turns), dtype=np.int64)

@@ -17,8 +17,16 @@ Concentration = Annotated[float, Field(ge=1e-9, le=1e9)]
 def partition_stream(
     labels: Indices, clients: int, seed: int, *, minimum: int = 1
 ) -> np.random.Generator:
-    """Return the generator that draws a partition; raises `InvalidValue` unless every client can
-    have `minimum` samples.
+    """Return the generator that draws a partition.
+
+    Args:
+        labels: Labels `[n]`.
+        clients: Number of clients.
+        seed: Seed of the generator.
+        minimum: Number of samples that every client needs.
+
+    Raises:
+        InvalidValue: There are too few samples, or no clients.
     """
     if clients < 1:
         raise InvalidValue(f"clients must be at least 1, not {clients}")
@@ -31,7 +39,15 @@ def partition_stream(
 
 
 def equal_sizes(samples: int, clients: int) -> Indices:
-    """Divide `samples` over `clients`, `[clients]`: sizes differ by at most one, in falling order."""
+    """Divide samples over clients: sizes differ by at most one, in falling order.
+
+    Args:
+        samples: Number of samples.
+        clients: Number of clients.
+
+    Returns:
+        Sizes `[clients]`.
+    """
     sizes = np.full(clients, samples // clients, dtype=np.int64)
     sizes[: samples % clients] += 1
     return sizes
@@ -43,14 +59,27 @@ def class_sizes(labels: Indices) -> Indices:
 
 
 def shuffled_by_class(labels: Indices, rng: np.random.Generator) -> Indices:
-    """Return all samples, class by class and shuffled within each, `[n]`."""
+    """Return all samples, class by class and shuffled within each.
+
+    Args:
+        labels: Labels `[n]`.
+        rng: Source of the draws.
+
+    Returns:
+        Samples `[n]`.
+    """
     order = rng.permutation(len(labels))
     return order[np.argsort(labels[order], kind="stable")]
 
 
 def deal(samples: Indices, owners: Indices, clients: int, rng: np.random.Generator) -> Partition:
-    """Assign sample `samples[j]` to client `owners[j]` (-1: to none), each client's in random
-    order.
+    """Assign samples to clients, each client's in random order.
+
+    Args:
+        samples: Samples `[n]`.
+        owners: Client of each sample `[n]`, -1 for none.
+        clients: Number of clients.
+        rng: Source of the draws.
     """
     mixed = rng.permutation(len(samples))
     return Partition.from_owners(samples[mixed], owners[mixed], clients)
@@ -59,8 +88,12 @@ def deal(samples: Indices, owners: Indices, clients: int, rng: np.random.Generat
 def cut_classes(
     labels: Indices, counts: npt.NDArray[np.int64], rng: np.random.Generator
 ) -> Partition:
-    """Assign `counts[i, c]` random samples of class c to client i (`[clients, classes that
-    occur]`); no client gets the others.
+    """Assign random samples of each class to clients; no client gets the others.
+
+    Args:
+        labels: Labels `[n]`.
+        counts: Number of samples of each client and class that occurs, `[clients, classes]`.
+        rng: Source of the draws.
     """
     clients, classes = counts.shape
     unassigned = class_sizes(labels) - counts.sum(axis=0)

@@ -64,7 +64,17 @@ def dirichlet(
 def draw_counts(
     sizes: Indices, clients: int, alpha: float, rng: np.random.Generator
 ) -> npt.NDArray[np.int64]:
-    """Draw the samples of each client and class once, `[clients, classes]`, for `sizes [classes]`."""
+    """Draw the number of samples of each client and class once.
+
+    Args:
+        sizes: Samples of each class, `[classes]`.
+        clients: Number of clients.
+        alpha: Concentration.
+        rng: Source of the draws.
+
+    Returns:
+        `[clients, classes]`.
+    """
     fair = sizes.sum() / clients
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
     totals = np.zeros(clients, dtype=np.int64)

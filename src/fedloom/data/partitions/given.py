@@ -53,13 +53,13 @@ def natural(
         )
     rng = numpy_stream(seed, "partition")
     mixed = rng.permutation(able) if together > 1 else able
-    chosen = (
-        np.sort(rng.choice(possible, clients, replace=False)) if clients else np.arange(possible)
-    )
-    numbers = np.full(possible, -1)
-    numbers[chosen] = np.arange(len(chosen))
+    chosen = np.arange(possible)
+    if clients:
+        chosen = np.sort(rng.choice(possible, clients, replace=False))
+    # those that make no whole client join the last one
+    team = np.minimum(np.arange(len(able)) // together, possible - 1)
     owners = np.full(len(sizes), -1)
-    owners[mixed] = numbers[np.minimum(np.arange(len(able)) // together, possible - 1)]
+    owners[mixed] = np.where(np.isin(team, chosen), np.searchsorted(chosen, team), -1)
     return deal(np.arange(len(labels)), owners[members], len(chosen), rng)
 
 

@@ -102,7 +102,15 @@ def _dealt(
 
 
 def apportion(weights: npt.NDArray[np.float64], total: int) -> Indices:
-    """Divide `total` into whole numbers of at least 1 in proportion to `weights`."""
+    """Divide a total into whole numbers of at least 1 in proportion to weights.
+
+    Args:
+        weights: Weights `[clients]`.
+        total: The sum of the numbers.
+
+    Returns:
+        Numbers `[clients]`.
+    """
     shares = np.ones(len(weights))
     free = np.ones(len(weights), dtype=bool)
     while free.any():

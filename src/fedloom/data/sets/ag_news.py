@@ -103,7 +103,15 @@ def _table_texts(table: Any, source: str) -> _Texts:
 
 
 def read_csv(path: Path, columns: int) -> list[list[str]]:
-    """Read the rows of a csv file without header, each of `columns` cells; raises `DataError`."""
+    """Read the rows of a CSV file without header.
+
+    Args:
+        path: The file.
+        columns: Number of cells in a row.
+
+    Raises:
+        DataError: The file is damaged, or a row has another number of cells.
+    """
     with reading(path, "damaged csv"):
         rows = list(csv.reader(io.StringIO(read_text(path, "csv"), newline=""), strict=True))
     if not rows or any(len(row) != columns for row in rows):

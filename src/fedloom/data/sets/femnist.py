@@ -108,8 +108,16 @@ def femnist(
 def take_writers(
     sizes: Sequence[int], fraction: float, seed: int, file: int
 ) -> list[tuple[int, int]]:
-    """Draw (writer, samples) of a file as LEAF does: whole writers at random, the last one cut to
-    fit.
+    """Draw writers of a file as LEAF does: whole writers at random, the last one cut to fit.
+
+    Args:
+        sizes: Samples of each writer, `[writers]`.
+        fraction: Share of the samples.
+        seed: Seed of the draw.
+        file: Number of the file.
+
+    Returns:
+        Writers and the numbers of their samples.
     """
     missing = int(fraction * sum(sizes))
     taken: list[tuple[int, int]] = []

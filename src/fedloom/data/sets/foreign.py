@@ -30,8 +30,13 @@ _TEST_FRACTION = 0.2
 def foreign_dataset(
     data: Any, target: str = "", group: str = "", objective: Objective | None = None
 ) -> Dataset:
-    """Return the data set of `Samples`, a torch data set, a table, or a pair of them to train and
-    test on.
+    """Return the data set of objects in memory.
+
+    Args:
+        data: `Samples`, a torch data set or a table, or a pair of them to train and test on.
+        target: Column of a table to learn.
+        group: Column of a table, or several, that name the client of a row.
+        objective: Objective, which decides whether a target of numbers is of classes.
     """
     train, test = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     if isinstance(data, Mapping) and "train" in data:  # a DatasetDict

@@ -31,8 +31,19 @@ def load(
     folder: str | None,
     hub: bool,
 ) -> T:
-    """Return the set `name` from `folder`, FEDLOOM_DATA or, asked for, the hub; raises `DataError`
-    with the `files` to get.
+    """Return a set from a folder or, if asked for, the hub.
+
+    Args:
+        name: Name of the set.
+        folders: Names of the folder that holds it.
+        files: Its files, for the error if there are none.
+        read: Reads a folder; None if it does not hold the set.
+        fetch: Downloads the set; None if the hub has none.
+        folder: Folder of the user; by default that of the environment variable FEDLOOM_DATA.
+        hub: Download the set if no folder holds it.
+
+    Raises:
+        DataError: The set is not found; the text has the `files` to get.
     """
     if folder is not None and not Path(folder).is_dir():
         raise DataError(f"{folder}: no such folder (wanted for {name})")
@@ -55,8 +66,13 @@ def load(
 def cached_split(
     name: str, key: str, make: Callable[[], Split], files: Sequence[Path] = ()
 ) -> Split:
-    """Return `make()`, saved in the cache folder for (`name`, `key`) until one of `files` changes
-    in size or time.
+    """Return the result of `make`, which is saved in the cache folder.
+
+    Args:
+        name: Name of the set.
+        key: Identity of the samples within the set.
+        make: Reads the samples.
+        files: Files that are read: a change of size or time makes the saved samples invalid.
     """
     stamps = [
         (str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files
@@ -86,8 +102,17 @@ def cached_split(
 
 
 def files_named(folder: Path, names: Sequence[str]) -> list[Path] | None:
-    """Return the files `names` in `folder`, each plain or with `.gz`, or None; raises `DataError`
-    if only some are there.
+    """Return files in a folder, each plain or with `.gz`.
+
+    Args:
+        folder: The folder.
+        names: Names of the files.
+
+    Returns:
+        The paths; None if the folder has none of them.
+
+    Raises:
+        DataError: Only some of the files are there.
     """
     files = [
         next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
@@ -104,15 +129,27 @@ def files_named(folder: Path, names: Sequence[str]) -> list[Path] | None:
 def parquet_files(
     folder: Path, train: str = "train", test: str = "test"
 ) -> tuple[list[Path], list[Path]] | None:
-    """Return the parquet files of both splits in `folder`, by the beginnings of their names; None
-    without some of both.
+    """Return the parquet files of both splits.
+
+    Args:
+        folder: The folder.
+        train: Beginning of the names of training files.
+        test: Beginning of the names of test files.
+
+    Returns:
+        Training and test files; None without some of both.
     """
     files = [sorted(folder.glob(f"{split}*.parquet")) for split in (train, test)]
     return (files[0], files[1]) if all(files) else None
 
 
 def candidates(folders: Sequence[str], folder: str | None) -> Iterator[Path]:
-    """Yield the folders that exist and may hold a set, in `folder` or FEDLOOM_DATA."""
+    """Yield the folders that exist and may hold a set.
+
+    Args:
+        folders: Names of the folder that holds it.
+        folder: Folder of the user; by default that of the environment variable FEDLOOM_DATA.
+    """
     base = folder or os.environ.get("FEDLOOM_DATA")
     if not base:
         return

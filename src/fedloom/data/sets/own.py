@@ -114,15 +114,15 @@ def images(
         raise DataError(f"{folders[0]}: {len(names)} class folders, at least 2 are needed")
     extent = None if size is None else (size, size)
     with reading(root, "damaged folder of pictures"):
-        files = [
-            path
+        by_class = {
+            split / name: pictures(split / name)
             for split in folders
             for name in class_folders(split)
-            for path in pictures(split / name)
-        ]
+        }
+        files = [path for found in by_class.values() for path in found]
         notices = _unused_files(root, files)
         for name in names:
-            if not pictures(folders[0] / name):
+            if not by_class[folders[0] / name]:
                 raise DataError(
                     f"{folders[0] / name}: no pictures of this class: add some, or remove the folder"
                 )
@@ -187,8 +187,14 @@ def python(
 
 
 def split_arrays(arrays: Mapping[str, Any], path: Path | str) -> list[Arrays]:
-    """Return the arrays for training and, if there are any, for testing; raises `DataError` for one
-    that is missing.
+    """Return the arrays for training and, if there are any, for testing.
+
+    Args:
+        arrays: Arrays by name, as in the data set `arrays`.
+        path: Their file, for errors.
+
+    Raises:
+        DataError: An array is missing.
     """
     prefixes = ("", "test_") if any(key.startswith("test_") for key in arrays) else ("",)
     splits = []
@@ -203,7 +209,15 @@ def split_arrays(arrays: Mapping[str, Any], path: Path | str) -> list[Arrays]:
 
 
 def function_data(source: str, layout: Layout = "channels_first") -> Dataset | Sequence[Samples]:
-    """Return the data of the function at `source`; raises `DataError` if it fails or returns none."""
+    """Return the data of a function of the user's.
+
+    Args:
+        source: The function, `module:function`.
+        layout: Order of the dimensions of pictures.
+
+    Raises:
+        DataError: The function fails or returns no data.
+    """
     data = called(source)
     if isinstance(data, Dataset):
         return data
@@ -233,7 +247,13 @@ def called(source: str) -> Any:
 
 
 def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> Sequence[Samples]:
-    """Check arrays to train on, and perhaps to test on."""
+    """Check arrays to train on, and perhaps to test on.
+
+    Args:
+        splits: The arrays.
+        layout: Order of the dimensions of pictures.
+        source: Name of the data in errors.
+    """
     with reading(source, "no samples"):
         return same_names(*(_checked(split, layout, source) for split in splits))
 

@@ -104,7 +104,13 @@ def read_pickle(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, list[int]]
 
 
 def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> Samples:
-    """Read pickled batches: red, green and blue planes `[n, 3072]`, and the list `label_key`."""
+    """Read pickled batches of CIFAR: red, green and blue planes `[n, 3072]`, and lists of labels.
+
+    Args:
+        paths: The files.
+        label_key: Name of the list of labels.
+        classes: Number of classes.
+    """
     batches = []
     for path in paths:
         pixels, numbers = read_pickle(path)
@@ -116,7 +122,13 @@ def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> 
 
 
 def read_labelled(files: Files, channels: int, size: tuple[int, int] | None = None) -> Samples:
-    """Read picture files with their labels, scaled to `size` (height, width) if given."""
+    """Read picture files with their labels.
+
+    Args:
+        files: The files, each with its label.
+        channels: 1 (grey) or 3 (colour).
+        size: Height and width to scale to.
+    """
     labels = torch.tensor([label for _, label in files], dtype=torch.long)
     return Samples(read_files([path for path, _ in files], channels, size), labels)
 
@@ -124,8 +136,13 @@ def read_labelled(files: Files, channels: int, size: tuple[int, int] | None = No
 def read_image_folder(
     root: Path, classes: Sequence[str], channels: int, size: tuple[int, int] | None = None
 ) -> Samples:
-    """Read the samples `root/<class>/<picture>`, labelled by the position of the class in
-    `classes`.
+    """Read the samples `root/<class>/<picture>`.
+
+    Args:
+        root: Folder of the classes.
+        classes: Names of the classes in the order of their labels.
+        channels: 1 (grey) or 3 (colour).
+        size: Height and width to scale to.
     """
     numbers = {name: label for label, name in enumerate(classes)}
     names = class_folders(root)
@@ -141,8 +158,17 @@ def read_image_folder(
 
 
 def image_samples(table: Any, label: str, classes: int, channels: int, source: str) -> Samples:
-    """Return the samples of packed pictures (column `image` or `img`) and labels; raises
-    `DataError` with `source` and row.
+    """Return the samples of packed pictures (column `image` or `img`) and labels.
+
+    Args:
+        table: Arrow table.
+        label: Column of labels.
+        classes: Number of classes.
+        channels: 1 (grey) or 3 (colour).
+        source: Name of the table in errors.
+
+    Raises:
+        DataError: A picture or a label, named with its row, is unreadable.
     """
     with reading(source, "damaged labels"):
         labels = class_labels(column(table, (label,), source).to_numpy(), classes, source)
@@ -150,7 +176,15 @@ def image_samples(table: Any, label: str, classes: int, channels: int, source: s
 
 
 def tiny_imagenet_files(root: Path, most_classes: int) -> tuple[Files, Files]:
-    """Return the training and the validation pictures of Tiny ImageNet's folder."""
+    """Return the pictures of Tiny ImageNet's folder.
+
+    Args:
+        root: The folder.
+        most_classes: Number of classes at most.
+
+    Returns:
+        Training and validation pictures with their labels.
+    """
     listing = root / "wnids.txt"
     label = {wnid: number for number, wnid in enumerate(sorted(set(_lines(listing))))}
     if not 0 < len(label) <= most_classes:

@@ -64,12 +64,22 @@ class PictureSet:
     file_classes: int = 0
 
     def load(self, folder: str | None, hub: bool) -> Split:
-        """Return training and test samples; raises as `origin.load`."""
+        """Return training and test samples; raises as `origin.load`.
+
+        Args:
+            folder: Folder of the user.
+            hub: Download the set if no folder holds it.
+        """
         fetch = self._fetch if self.repository else None
         return load(self.name, self.folders, self.wanted, self._read, fetch, folder, hub)
 
     def dataset(self, split: Split, normalise: Normalise) -> Dataset:
-        """Return the data set of these training and test samples."""
+        """Return the data set of training and test samples.
+
+        Args:
+            split: The samples.
+            normalise: Normalisation of the pictures.
+        """
         return image_dataset(
             self.name, split, self.classes, normalise, self.scale, self.class_names
         )
