@@ -264,11 +264,14 @@ def test_every_method_uses_the_start_of_a_wrapper_or_is_refused(name: str) -> No
     norm = not isinstance(inner, Accounted)  # privacy refuses batch norm
     world = World(norm=norm, participation=1.0, rounds=rounds, training=PLAIN)
     if not pipeline.algorithm.facts.one_download:
-        with pytest.raises(InvalidValue, match=f"{name}.* are not sent one model"):
+        with pytest.raises(InvalidValue, match=f"{name}.* do not receive one model"):
             build(Ala(inner))
         return
     if name == "dp_sgd":
-        with pytest.raises(InvalidValue, match="dp_sgd: clients of ala do more with their samples"):
+        with pytest.raises(
+            InvalidValue,
+            match="dp_sgd: clients of ala use their samples for more than one local training",
+        ):
             build(Ala(inner))
         return
     if isinstance(inner, Codec | Accounted):  # they act after ala, whatever the order of the text
@@ -397,9 +400,9 @@ def test_idle_clients_of_umf_keep_no_learned_weights() -> None:
 @pytest.mark.parametrize(
     ("expression", "words"),
     [
-        ("ala(fedfomo)", "clients of fedfomo are not sent one model"),
-        ("ala(stages(fedavg:2, apple))", "apple.* are not sent one model"),
-        ("ala(ala(fedavg))", "ala acts once, not twice"),
+        ("ala(fedfomo)", "clients of fedfomo do not receive one model"),
+        ("ala(stages(fedavg:2, apple))", "apple.* do not receive one model"),
+        ("ala(ala(fedavg))", "ala is allowed only once"),
         ("ala(fedavg, p=0)", "p must be at least 1"),
         ("ala(fedavg, p=4)", "p must be at most 3"),
         ("ala(fedrep, p=3)", "p must be at most 2"),

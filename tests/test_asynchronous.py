@@ -163,11 +163,11 @@ def test_batch_norm_and_clients_that_drop_out() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("fedbuff(fedavg)", "k must be at most the 4 clients that train at a time, not 10"),
+        ("fedbuff(fedavg)", "k must be at most the 4 clients that train at the same time, not 10"),
         ("fedbuff(scaffold, k=2)", "does more than average whole models"),
         ("fedbuff(fedmr, k=2)", "does more than average whole models"),
-        ("private(fedbuff(fedavg, k=2), noise=1.0)", "leave out private"),
-        ("stages(fedbuff(fedavg, k=2):2, fedavg)", "it cannot be in stages or around them"),
+        ("private(fedbuff(fedavg, k=2), noise=1.0)", "remove private"),
+        ("stages(fedbuff(fedavg, k=2):2, fedavg)", "it cannot be inside or around stages"),
         ("fedmr_async(k=2, blend=auto)", "blend must be a number"),
     ],
 )

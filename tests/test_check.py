@@ -238,7 +238,7 @@ def test_a_class_of_ones_own_is_named_by_its_path() -> None:
     with pytest.raises(InvalidValue, match="has no parameter 'stop': did you mean 'step'"):
         build("umf(my_own:HalfStep(stop=1))")
     with pytest.raises(
-        InvalidValue, match=r"is no method: a method is a class that extends fedloom\.Algorithm"
+        InvalidValue, match=r"is not a method: give a class that extends fedloom\.Algorithm"
     ):
         build("pathlib:Path")
 

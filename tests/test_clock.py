@@ -148,12 +148,18 @@ def test_over_selection_takes_the_first_replies() -> None:
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("fedmr", "fedmr needs as many clients each time, and the replies of all"),
-        ("stages(fedavg:1, indep)", "indep needs as many clients each time"),
-        ("umf(fedmr(local=fedprox))", r"fedmr\(local=fedprox\) needs as many clients each time"),
-        ("clustered(fedavg)", r"clustered\(fedavg\) needs as many clients each time"),
-        ("fedmr_async(k=2)", r"fedmr_async\(k=2\) says itself whose replies it takes"),
-        ("fedbuff(fedavg, k=2)", r"fedbuff\(fedavg, k=2\) says itself whose replies it takes"),
+        ("fedmr", "fedmr needs the same number of clients in each round, and all replies"),
+        ("stages(fedavg:1, indep)", "indep needs the same number of clients in each round"),
+        (
+            "umf(fedmr(local=fedprox))",
+            r"fedmr\(local=fedprox\) needs the same number of clients in each round",
+        ),
+        (
+            "clustered(fedavg)",
+            r"clustered\(fedavg\) needs the same number of clients in each round",
+        ),
+        ("fedmr_async(k=2)", r"fedmr_async\(k=2\) decides which replies it uses"),
+        ("fedbuff(fedavg, k=2)", r"fedbuff\(fedavg, k=2\) decides which replies it uses"),
     ],
 )
 def test_methods_that_need_every_selected_client_are_not_over_selected(

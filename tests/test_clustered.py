@@ -352,8 +352,8 @@ def test_a_selection_is_a_function_of_round_and_state() -> None:
 @pytest.mark.parametrize(
     ("expression", "reason"),
     [
-        ("clustered(clusamp)", "clusamp acts once, not twice"),
-        ("clustered(power_of_choice(fedavg))", "chooses its clients itself"),
+        ("clustered(clusamp)", "clusamp is allowed only once"),
+        ("clustered(power_of_choice(fedavg))", "already selects the clients"),
         ("clustered(fedrep)", "do not exchange one whole model"),
     ],
 )

@@ -63,20 +63,20 @@ def test_each_order_of_two_methods_is_shown(
         (
             "fedmr",
             "robust",
-            "robust: fedmr needs the single replies, not an estimate of their mean",
+            "robust: fedmr needs each reply, not only an estimate of their mean",
         ),
         (
             "scaffold",
             "private",
-            "private: clients of scaffold upload 'variate' too, which would leak; "
-            "local_private has each client add noise instead",
+            "private: clients of scaffold also upload 'variate', which would leak; "
+            "use local_private, in which each client adds noise",
         ),
         (
             "fedproto",
             "sparse",
-            "sparse: clients of fedproto do not return an update of one model that they are sent",
+            "sparse: clients of fedproto do not return an update of one received model",
         ),
-        ("sparse", "sparse", "sparse(sparse(fedavg)): sparse acts once, not twice"),
+        ("sparse", "sparse", "sparse(sparse(fedavg)): sparse is allowed only once"),
     ],
 )
 def test_a_refusal_gives_its_reason_in_one_line(first: str, second: str, reason: str) -> None:
@@ -102,7 +102,7 @@ def test_the_command_prints_orders_moments_and_reasons(capsys: pytest.CaptureFix
     )
     assert main(["list", "fedmr", "--with", "robust"]) == 0
     assert capsys.readouterr().out == (
-        "robust(fedmr): refused\n    robust: fedmr needs the single replies, not an estimate of their mean\n"
+        "robust(fedmr): refused\n    robust: fedmr needs each reply, not only an estimate of their mean\n"
     )
 
 

@@ -311,11 +311,11 @@ def test_codes_combine_with_other_methods(expression: str) -> None:
     ("expression", "message"),
     [
         ("fedmr(local=quantised(fedavg))", r"local must be .* not quantised\(fedavg\)"),
-        ("secure(quantised(fedmr))", "upload layers of each other"),
-        ("quantised(secure(fedmr))", "upload layers of each other"),
-        ("sparse(quantised(fedavg))", "coded already; only quantised goes around it"),
-        ("sparse(sparse(fedavg))", "sparse acts once, not twice"),
-        ("quantised(stages(quantised(fedavg):1, fedmr))", "quantised acts once, not twice"),
+        ("secure(quantised(fedmr))", "upload layers of other clients instead of updates"),
+        ("quantised(secure(fedmr))", "upload layers of other clients instead of updates"),
+        ("sparse(quantised(fedavg))", "already codes uploads. Only quantised can be around it"),
+        ("sparse(sparse(fedavg))", "sparse is allowed only once"),
+        ("quantised(stages(quantised(fedavg):1, fedmr))", "quantised is allowed only once"),
         ("quantised(fedavg, bits=3)", "bits must be"),
         ("sparse(fedavg, share=0)", "share must be"),
         ("lowrank(fedavg, rank=0)", "rank must be"),
@@ -350,7 +350,7 @@ def test_a_code_inside_another_part_equals_the_other_order(expression: str, swap
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("quantised(fedfomo)", "fedfomo do not return an update of one model that they are sent"),
+        ("quantised(fedfomo)", "fedfomo do not return an update of one received model"),
         ("lowrank(fedper)", "fedper do not return whole models"),
     ],
 )

@@ -122,11 +122,11 @@ def test_each_client_uses_its_own_node() -> None:
 @pytest.mark.parametrize(
     ("expression", "reason"),
     [
-        ("gossip(fedadam)", "has a server"),
-        ("gossip(fedmr)", "has a server"),
-        ("robust(gossip(fedavg))", "nothing to act on"),
-        ("quantised(gossip(fedavg))", "nothing to act on"),
-        ("clustered(gossip(fedavg))", "chooses its clients itself"),
+        ("gossip(fedadam)", "needs a server"),
+        ("gossip(fedmr)", "needs a server"),
+        ("robust(gossip(fedavg))", "has no effect"),
+        ("quantised(gossip(fedavg))", "has no effect"),
+        ("clustered(gossip(fedavg))", "already selects the clients"),
     ],
 )
 def test_what_needs_a_server_is_refused(expression: str, reason: str) -> None:

@@ -692,5 +692,5 @@ def test_clients_without_a_defined_metric_are_left_out_of_the_mean() -> None:
         {name: values[:50].sum(0, keepdim=True) for name, values in counts.items()}
         | {"samples": torch.tensor([50.0])},
     )
-    with pytest.raises(InvalidValue, match="auroc of 61 samples"):
+    with pytest.raises(InvalidValue, match="auroc cannot be defined for 61 of 60 samples"):
         require_defined({"defined/auroc": torch.tensor([61.0])}, 60)

@@ -40,14 +40,16 @@ from test_released import interrupted, sites
 )
 def test_no_part_polls_clients_beside_the_privacy_of_another_one(inside: str, part: str) -> None:
     """Candidates answer with losses of their samples, which no part clips or makes noisy."""
-    with pytest.raises(InvalidValue, match="losses of clients would pass by the privacy") as caught:
+    with pytest.raises(
+        InvalidValue, match="clients would return losses without the privacy"
+    ) as caught:
         build(inside.format(part))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("part", ["private", "local_private", "dp_sgd"])
 def test_no_part_polls_clients_in_a_later_stage_inside_privacy(part: str) -> None:
-    with pytest.raises(InvalidValue, match="losses of clients would pass by the privacy"):
+    with pytest.raises(InvalidValue, match="clients would return losses without the privacy"):
         build(f"{part}(stages(fedavg:1, power_of_choice(fedavg)), noise=1.0)")
 
 
@@ -65,7 +67,7 @@ def test_a_later_stage_that_uploads_more_than_the_model_is_refused_at_set_up(
     part: str, later: str
 ) -> None:
     with pytest.raises(
-        InvalidValue, match=rf"^{part}: .*scaffold.* upload 'variate' too"
+        InvalidValue, match=rf"^{part}: .*scaffold.* also upload 'variate'"
     ) as caught:
         private_federation(f"{part}(stages(fedavg:1, {later}), noise=1.0)")
     assert "\n" not in str(caught.value)
@@ -73,7 +75,7 @@ def test_a_later_stage_that_uploads_more_than_the_model_is_refused_at_set_up(
 
 @pytest.mark.parametrize("part", ["private", "local_private"])
 def test_the_loss_that_ends_a_stage_is_no_private_upload(part: str) -> None:
-    with pytest.raises(InvalidValue, match="upload '@held_out_loss' too, which would leak"):
+    with pytest.raises(InvalidValue, match="also upload '@held_out_loss', which would leak"):
         private_federation(f"{part}(stages(fedavg:auto, fedavgm), noise=1.0)")
 
 
@@ -89,9 +91,9 @@ def test_the_loss_that_ends_a_stage_is_no_private_upload(part: str) -> None:
     ],
 )
 def test_privacy_of_one_stage_only_is_refused(expression: str, part: str) -> None:
-    remedy = f"put {part} around stages"
+    remedy = f"Put {part} around stages"
     with pytest.raises(
-        InvalidValue, match=f"^{part}: other stages would have no privacy: {remedy}$"
+        InvalidValue, match=rf"^{part}: the other stages would have no privacy\. {remedy}$"
     ):
         build(expression.format(f"{part}(fedavg, noise=1.0)"))
 
@@ -112,7 +114,7 @@ def test_privacy_of_one_stage_only_is_refused(expression: str, part: str) -> Non
 def test_no_part_tells_apart_uploads_that_the_exchange_has_mixed(expression: str) -> None:
     """An upload holds layers of several clients: its length and distances mean nothing."""
     with pytest.raises(
-        InvalidValue, match=r"^secure: .* needs to know whose an upload is"
+        InvalidValue, match=r"^secure: .* needs the client of each upload"
     ) as caught:
         build(expression)
     assert "\n" not in str(caught.value)

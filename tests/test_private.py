@@ -216,7 +216,9 @@ def test_a_round_without_clients_counts_as_a_release() -> None:
 
 def test_methods_that_need_as_many_clients_in_every_round_are_refused() -> None:
     for expression in ("fedmr", "clustered(fedavg)", "umf(indep)"):
-        with pytest.raises(InvalidValue, match="participation_mode = poisson draws another number"):
+        with pytest.raises(
+            InvalidValue, match="participation_mode = poisson draws a different number"
+        ):
             federation(expression)
     assert run_federation("fedmut").finished == run_federation("umf(scaffold)").finished == 4
 
@@ -355,18 +357,18 @@ def test_the_clip_follows_the_lengths_of_updates() -> None:
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("private(fedmr, noise=1)", "private: fedmr needs the single replies"),
-        ("private(fedexp, noise=1)", "private: fedexp needs the single replies"),
+        ("private(fedmr, noise=1)", "private: fedmr needs each reply"),
+        ("private(fedexp, noise=1)", "private: fedexp needs each reply"),
         (
             "private(secure(fedavg(weighted=false)), noise=1)",
-            "an upload holds layers of several clients, unclipped",
+            "an upload contains unclipped layers of several clients",
         ),
-        ("private(fedavg)", "give noise, such as 0.8"),
+        ("private(fedavg)", "set noise, such as 0.8"),
         ("private(fedavg, clip=none, noise=1)", "clip must be a number"),
         ("private(fedavg, noise=-1)", "noise must be"),
         ("private(fedavg, noise=1, delta=0)", "delta must be"),
         ("robust(private(fedavg, noise=1))", "put private around robust"),
-        ("stages(private(fedavg, noise=1):3, fedavg)", "put private around stages"),
+        ("stages(private(fedavg, noise=1):3, fedavg)", "Put private around stages"),
     ],
 )
 def test_expressions_that_would_break_the_guarantee_are_refused(
@@ -396,10 +398,10 @@ def test_the_order_of_parts_makes_no_difference_to_privacy(
 
 def test_plans_that_would_break_the_guarantee_are_refused() -> None:
     for wrapper in ("private", "local_private"):
-        with pytest.raises(InvalidValue, match="upload 'variate' too"):
+        with pytest.raises(InvalidValue, match="also upload 'variate'"):
             federation(f"{wrapper}(scaffold, noise=1)")
         small = small_task()
-        with pytest.raises(InvalidValue, match="counts its batches"):
+        with pytest.raises(InvalidValue, match="batch norm counts batches"):
             Federation(build(f"{wrapper}(fedavg, noise=1)"), small, RowsEngine(small), Schedule())
     with pytest.raises(
         InvalidValue, match="set participation_mode to poisson, or participation to 1, not 6 of 12"
@@ -479,6 +481,7 @@ def test_without_the_library_a_run_does_not_begin(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
     epsilon.cache_clear()
     with pytest.raises(
-        FedloomError, match=r"accounted for by 'dp-accounting': pip install -e '.\[privacy\]'"
+        FedloomError,
+        match=r"privacy accounting needs 'dp-accounting': pip install -e '.\[privacy\]'",
     ):
         federation("private(fedavg, noise=1.0)")

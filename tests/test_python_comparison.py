@@ -221,7 +221,7 @@ def test_without_a_directory_nothing_is_left() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"methods": {"mine": Slower}}, "no method but a class: give an object"),
+        ({"methods": {"mine": Slower}}, "expected a method, got a class: give an object"),
         ({"methods": {"mine": "fedavgg"}}, "did you mean 'fedavg'"),
         (
             {"task": "digits"},

@@ -101,8 +101,11 @@ def test_a_terminal_shows_a_bar_that_vanishes() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"algorithm": fl.FedMR}, r"no method but a class: give an object such as FedMR\(\)"),
-        ({"algorithm": 3}, r"no method but a int: give an object such as FedMR\(\)"),
+        (
+            {"algorithm": fl.FedMR},
+            r"expected a method, got a class: give an object such as FedMR\(\)",
+        ),
+        ({"algorithm": 3}, r"expected a method, got a int: give an object such as FedMR\(\)"),
         ({"task": "digits"}, "task must be a Task, not 'digits': make one with fl.make_task"),
         ({"round": 5}, "unknown key 'round': did you mean 'rounds'"),
     ],

@@ -291,17 +291,17 @@ def test_a_round_with_too_few_replies_to_outvote_the_malicious_is_left_out() -> 
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
-        ("robust(fedmr)", "robust: fedmr needs the single replies, not an estimate of their mean"),
-        ("robust(fedamp)", "fedamp needs the single replies"),
+        ("robust(fedmr)", "robust: fedmr needs each reply, not only an estimate of their mean"),
+        ("robust(fedamp)", "fedamp needs each reply"),
         ("robust(fedavg, rule=mean)", "rule"),
         ("robust(fedavg, malicious=0.5)", "malicious must be"),
         ("robust(fedavg, malicious=-0.1)", "malicious must be"),
         (
             "robust(fedavg, radius=3.0)",
-            "radius and steps belong to rule=clipping, not to trimmed_mean",
+            "radius and steps are only for rule=clipping, not for trimmed_mean",
         ),
         ("robust(fedavg, rule=clipping, radius=0)", "radius must be"),
-        ("secure(robust(fedavg, rule=krum))", "needs to know whose an upload is"),
+        ("secure(robust(fedavg, rule=krum))", "needs the client of each upload"),
     ],
 )
 def test_bad_expressions_are_refused_in_one_line(expression: str, text: str) -> None:

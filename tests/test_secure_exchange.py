@@ -348,18 +348,18 @@ def test_idle_clients_are_sent_the_global_model_itself() -> None:
         ),
         (
             "secure(fedavg)",
-            "fedavg needs to know whose an upload is, which the exchange hides: give it weighted=false",
+            "fedavg needs the client of each upload, which the exchange hides: set weighted=false",
         ),
-        ("secure(scaffold)", "scaffold needs to know whose an upload is"),
-        ("secure(fedamp)", "fedamp needs to know whose an upload is"),
-        ("secure(clustered(fedmr))", "needs to know whose an upload is"),
+        ("secure(scaffold)", "scaffold needs the client of each upload"),
+        ("secure(fedamp)", "fedamp needs the client of each upload"),
+        ("secure(clustered(fedmr))", "needs the client of each upload"),
         (
             "secure(umf(fedmr(blend=auto)))",
-            r"fedmr\(blend='auto'\) needs to know whose an upload is",
+            r"fedmr\(blend='auto'\) needs the client of each upload",
         ),
         (
             "secure(fedmr(blend=auto, local=fedprox))",
-            r"secure: fedmr\(.*fedprox.*\) needs to know whose an upload is",
+            r"secure: fedmr\(.*fedprox.*\) needs the client of each upload",
         ),
     ],
 )
@@ -370,7 +370,7 @@ def test_bad_expressions_are_refused_in_one_line(expression: str, text: str) -> 
 
 
 def test_stages_that_move_different_units_are_refused() -> None:
-    with pytest.raises(InvalidValue, match="moves different units; make each of its stages secure"):
+    with pytest.raises(InvalidValue, match="move different units; put secure around each stage"):
         federation("secure(stages(fedmr:1, fedmr(unit='tensor')))")
 
 

@@ -179,16 +179,16 @@ def test_memory_of_a_stage_lasts_to_the_next_one_of_its_kind() -> None:
     ("expression", "message"),
     [
         ("stages()", "stages needs methods"),
-        ("stages(fedavg, fedmr)", "all but the last with last rounds"),
-        ("stages(fedavg:0, fedmr)", "must grow from 1 on"),
-        ("stages(fedavg:5, fedmr:5, fedavg)", "must grow from 1 on"),
+        ("stages(fedavg, fedmr)", "each but the last with its last round"),
+        ("stages(fedavg:0, fedmr)", "must start at 1 or later and increase"),
+        ("stages(fedavg:5, fedmr:5, fedavg)", "must start at 1 or later and increase"),
         ("stages(fedavg:atuo, fedmr)", "did you mean 'auto'"),
-        ("stages(fedavg:100, fedmr:auto)", "takes no :auto"),
+        ("stages(fedavg:100, fedmr:auto)", "Remove its :auto"),
         ("stages(fedavg:auto, fedmr, patience=0)", "patience must be at least 1, not 0"),
         ("stages(fedavg:auto, fedmr, improvement=2)", "improvement must be between 0 and 1, not 2"),
         ("stages(fedavg:auto, fedmr, patiense=3)", "did you mean 'patience'"),
         ("stages(0.5, fedmr)", "0.5 is not a method"),
-        ("fedavg:100", "belongs inside stages"),
+        ("fedavg:100", "is only allowed inside stages"),
     ],
 )
 def test_methods_that_cannot_be_staged_are_refused(expression: str, message: str) -> None:

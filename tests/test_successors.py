@@ -670,7 +670,7 @@ def test_sites_are_not_asked() -> None:
     plan = replace(world.run(build("fedavg")).federation.algorithm.plan, remote=True)
     with pytest.raises(
         InvalidValue,
-        match=r"^power_of_choice: sites are asked nothing before a round: give ask=false$",
+        match=r"^power_of_choice: real sites cannot answer before a round: set ask=false$",
     ):
         Course(build("power_of_choice(fedavg)")).setup(plan)
     Course(build("power_of_choice(fedavg, ask=false)")).setup(plan)

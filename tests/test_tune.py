@@ -547,7 +547,7 @@ def test_a_task_for_each_seed_and_the_clients_own_tests(tmp_path: Path) -> None:
         ),
         ({"search": {"data.clients": [2]}}, "unknown key 'data.clients'"),
         ({"method": "fedproxx"}, "did you mean 'fedprox'"),
-        ({"method": Partly}, r"no method but a class: give an object"),
+        ({"method": Partly}, r"expected a method, got a class: give an object"),
         ({"round": 3}, "unknown key 'round': did you mean 'rounds'"),
         ({"seeds": []}, "at least one seed"),
         ({"trials": 0}, "trials must be at least 1, not 0"),

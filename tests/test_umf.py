@@ -407,8 +407,8 @@ class Addressed(FedAvg):
     ("inner", "reason"),
     [
         (Parted(), "do not exchange one whole"),
-        (Many(), "are not sent one model"),
-        (Addressed(), "'note' of their own"),
+        (Many(), "do not receive one model"),
+        (Addressed(), "receives a different 'note'"),
     ],
 )
 def test_methods_that_do_not_start_from_one_model_are_refused(

@@ -116,7 +116,7 @@ def test_clients_that_return_what_they_were_sent_move_nothing() -> None:
 def test_private_refuses_models_of_each_client(inner: str) -> None:
     require_refusal(
         f"private({inner}, noise=0.5)",
-        f"private: one client less changes what {inner} sends to others",
+        f"private: {inner} sends each client a different model, which depends on the other clients",
     )
 
 
@@ -165,10 +165,10 @@ def test_stages_inside_stages_run_without_faults(expression: str) -> None:
     [
         (
             "stages(fedavg:auto, stages(fedavg:auto, fedmr), patience=1)",
-            "only one may end by :auto",
+            "only one of nested stages may end by :auto",
         ),
-        ("stages(apple:auto, fedavg)", "stages: clients of apple are not sent one model"),
-        ("stages(fedfomo:auto, fedavg)", "stages: clients of fedfomo are not sent one model"),
+        ("stages(apple:auto, fedavg)", "stages: clients of apple do not receive one model"),
+        ("stages(fedfomo:auto, fedavg)", "stages: clients of fedfomo do not receive one model"),
         (
             "stages(fedper:auto, fedavg)",
             "stages: clients of fedper do not exchange one whole model",
@@ -224,9 +224,12 @@ def test_epsilon_counts_the_rounds_in_which_clients_trained(
 @pytest.mark.parametrize(
     ("expression", "method", "reason"),
     [
-        *(("secure({})", method, "needs to know whose an upload is") for method in IDLE),
-        *((STAGED, method, "other stages would have no privacy") for method in [UNWEIGHTED, *IDLE]),
-        *(("fedbuff({}, k=3)", method, "decides who trains when") for method in IDLE),
+        *(("secure({})", method, "needs the client of each upload") for method in IDLE),
+        *(
+            (STAGED, method, "the other stages would have no privacy")
+            for method in [UNWEIGHTED, *IDLE]
+        ),
+        *(("fedbuff({}, k=3)", method, "decides when clients train") for method in IDLE),
     ],
 )
 def test_what_would_miscount_epsilon_is_refused(
@@ -240,16 +243,19 @@ def test_what_would_miscount_epsilon_is_refused(
     [
         (
             "stages(dp_sgd({}, noise=1.0):auto, fedavg)",
-            "stages do more with their samples than one local training, which epsilon leaves out",
+            "stages use their samples for more than one local training, which epsilon",
         ),
-        ("stages(local_private({}, noise=1.0):auto, fedavg)", "other stages would have no privacy"),
+        (
+            "stages(local_private({}, noise=1.0):auto, fedavg)",
+            "the other stages would have no privacy",
+        ),
         (
             "dp_sgd(stages({}:auto, fedavg), noise=1.0)",
-            "stages do more with their samples than one local training, which epsilon leaves out",
+            "stages use their samples for more than one local training, which epsilon",
         ),
         (
             "local_private(stages({}:auto, fedavg), noise=1.0)",
-            "upload '@held_out_loss' too, which would leak",
+            "also upload '@held_out_loss', which would leak",
         ),
     ],
 )
@@ -261,7 +267,9 @@ def test_held_out_losses_are_not_private(expression: str, reason: str, method: s
 def test_over_selection_does_not_let_another_client_in() -> None:
     """A client let in for an absent one would make the sums differ by two clips."""
     clock = Clock(speed="stragglers(100, 10)", over_selection=0.8)
-    require_refusal("private(fedavg, noise=1.0)", "one client less lets another in", clock=clock)
+    require_refusal(
+        "private(fedavg, noise=1.0)", "another client replaces a missing one", clock=clock
+    )
 
 
 WITH_FEW = [
@@ -318,14 +326,14 @@ def test_robust_rules_refuse_rounds_of_fewer_than_three(inner: str, options: str
 def test_privacy_refuses_uploads_beside_the_model(wrapper: str) -> None:
     require_refusal(
         f"{wrapper}(scaffold, noise=0.5)",
-        "clients of scaffold upload 'variate' too, which would leak",
+        "clients of scaffold also upload 'variate', which would leak",
     )
 
 
 @pytest.mark.parametrize("inner", ["fedavg", "scaffold"])
 def test_secure_exchanges_refuse_uploads_with_a_name(inner: str) -> None:
     require_refusal(
-        f"secure({inner})", f"{inner} needs to know whose an upload is, which the exchange hides"
+        f"secure({inner})", f"{inner} needs the client of each upload, which the exchange hides"
     )
 
 

@@ -172,13 +172,13 @@ PRIVATE = ["private", "local_private", "dp_sgd"]
 CODES = ["quantised", "quantised down", "sparse", "lowrank", "coded twice"]
 STALE = ["fedbuff", "fedasync"]
 
-SINGLE = "needs the single replies, not an estimate of their mean"
+SINGLE = "needs each reply, not only an estimate of their mean"
 MORE = "does more than average whole models"
-NOT_SENT = "are not sent one model"
-NO_UPDATE = "do not return an update of one model that they are sent"
+NOT_SENT = "do not receive one model"
+NO_UPDATE = "do not return an update of one received model"
 NOT_WHOLE = "do not exchange one whole model"
 NOT_RETURNED = "do not return whole models"
-EXTRA = "upload 'extra' too, which would leak"
+EXTRA = "also upload 'extra', which would leak"
 
 REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     "no fact": (probe(), {}),
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     "one_model_each=True": (
         probe(one_model_each=True),
         {
-            "private": "one client less changes what probe sends to others",
+            "private": "probe sends each client a different model",
             **dict.fromkeys(STALE, MORE),
         },
     ),
@@ -199,11 +199,11 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     ),
     "anonymous=False": (
         probe(anonymous=False),
-        {"secure": "needs to know whose an upload is, which the exchange hides"},
+        {"secure": "needs the client of each upload, which the exchange hides"},
     ),
     "fits_once=False": (
         probe(fits_once=False),
-        {"dp_sgd": "clients of probe do more with their samples than one local training"},
+        {"dp_sgd": "clients of probe use their samples for more than one local training"},
     ),
     "fixed_participants=True": (probe(fixed_participants=True), {}),
     "stackable=False": (probe(stackable=False), {}),
@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     "a message is addressed": (
         probe(ProbeAddressed),
         {
-            "umf": "are sent 'own' of their own, which idle clients cannot be",
+            "umf": "receives a different 'own', which does not exist for idle clients",
             **dict.fromkeys(STALE, MORE),
         },
     ),
@@ -284,7 +284,7 @@ def test_parts_refuse_the_probes_of_the_table_and_no_others(kind: str) -> None:
 def test_parts_that_publish_uploads_refuse_batch_norm(name: str) -> None:
     with registered(probe()):
         reason = refusal_of(WRAPPERS[name].format("probe"), "norm")
-    assert ("counts its batches (batch norm), which would leak" in reason) == (name in PRIVATE)
+    assert ("batch norm counts batches, and the counter would leak" in reason) == (name in PRIVATE)
     assert bool(reason) == (name in PRIVATE)
 
 
@@ -294,7 +294,7 @@ def test_parts_that_publish_uploads_refuse_batch_norm(name: str) -> None:
         (
             {"participation_mode": "poisson", "awaited": 4},
             "fixed_participants",
-            "draws another number of clients",
+            "draws a different number of clients",
         ),
         (
             {"clock": Clock(speed=100.0, over_selection=0.5), "awaited": 4},
@@ -304,7 +304,7 @@ def test_parts_that_publish_uploads_refuse_batch_norm(name: str) -> None:
         (
             {"clock": Clock(speed=100.0, over_selection=0.5), "awaited": 4},
             "needs_every_reply",
-            "lets another in",
+            "another client replaces a missing one",
         ),
     ],
 )
@@ -347,14 +347,14 @@ def test_facts_of_the_algorithm_hold_for_the_pipeline(name: str) -> None:
 
 # --- parts with each other ---
 
-ONCE = "acts once, not twice"
-SAMPLERS = "chooses its clients itself"
-NAMES = "needs to know whose an upload is, which the exchange hides"
-CLOSING = "nothing else may change the clients of a round"
-RELEASE = "would change what is summed or released"
-LAYERS = "upload layers of each other, no updates"
-EPSILON = "counts an epsilon of its own"
-POLLED = "losses of clients would pass by the privacy"
+ONCE = "is allowed only once"
+SAMPLERS = "already selects the clients"
+NAMES = "needs the client of each upload, which the exchange hides"
+CLOSING = "no other part may change the clients of a round"
+RELEASE = "would change the replies before the sum or after the release"
+LAYERS = "upload layers of other clients instead of updates"
+EPSILON = "counts a separate epsilon"
+POLLED = "clients would return losses without the privacy"
 EVEN = "fedavg(weighted=false)"
 
 PAIRS: dict[str, str] = {
@@ -373,11 +373,11 @@ PAIRS: dict[str, str] = {
     "robust(fedbuff(fedavg, k=3))": CLOSING,
     f"secure(fedbuff({EVEN}, k=3))": CLOSING,
     "fedbuff(private(fedavg, noise=1.0), k=3)": CLOSING,
-    "stages(fedbuff(fedavg, k=3):1, fedavg)": "it cannot be in stages or around them",
-    "fedasync(stages(fedavg:1, fedprox))": "it cannot be in stages or around them",
-    "sparse(quantised(fedavg))": "is coded already; only quantised goes around it",
-    "lowrank(sparse(fedavg))": "is coded already; only quantised goes around it",
-    "lowrank(umf(quantised(fedavg)))": "is coded already; only quantised goes around it",
+    "stages(fedbuff(fedavg, k=3):1, fedavg)": "it cannot be inside or around stages",
+    "fedasync(stages(fedavg:1, fedprox))": "it cannot be inside or around stages",
+    "sparse(quantised(fedavg))": "already codes uploads. Only quantised can be around it",
+    "lowrank(sparse(fedavg))": "already codes uploads. Only quantised can be around it",
+    "lowrank(umf(quantised(fedavg)))": "already codes uploads. Only quantised can be around it",
     "quantised(secure(fedmr))": LAYERS,
     "secure(sparse(fedmr))": LAYERS,
     f"secure(robust({EVEN}, rule=krum))": NAMES,
@@ -389,16 +389,16 @@ PAIRS: dict[str, str] = {
     "local_private(dp_sgd(fedavg, noise=1.0), noise=1.0)": EPSILON,
     "power_of_choice(dp_sgd(fedavg, noise=1.0))": POLLED,
     "local_private(power_of_choice(fedavg), noise=1.0)": POLLED,
-    f"private(secure({EVEN}), noise=1.0)": "an upload holds layers of several clients, unclipped",
-    "private(clustered(fedavg, by=size), noise=1.0)": "which epsilon leaves out",
+    f"private(secure({EVEN}), noise=1.0)": "an upload contains unclipped layers of several clients",
+    "private(clustered(fedavg, by=size), noise=1.0)": "which epsilon does not count",
     "robust(private(fedavg, noise=1.0))": RELEASE,
     "norm_bound(private(fedavg, noise=1.0), radius=1.0)": RELEASE,
-    "stages(private(fedavg, noise=1.0):1, fedavg)": "other stages would have no privacy",
-    "stages(fedavg:1, dp_sgd(fedavg, noise=1.0))": "other stages would have no privacy",
-    "dp_sgd(ala(fedavg), noise=1.0)": "clients of ala do more with their samples",
-    "fedlc(dp_sgd(fedavg, noise=1.0))": "clients of fedlc do more with their samples",
-    "feddecorr(dp_sgd(fedavg, noise=1.0))": "clients of feddecorr do more with their samples",
-    "secure(stages(fedmr:1, fedmr(unit=tensor)))": "moves different units",
+    "stages(private(fedavg, noise=1.0):1, fedavg)": "the other stages would have no privacy",
+    "stages(fedavg:1, dp_sgd(fedavg, noise=1.0))": "the other stages would have no privacy",
+    "dp_sgd(ala(fedavg), noise=1.0)": "clients of ala use their samples for more",
+    "fedlc(dp_sgd(fedavg, noise=1.0))": "clients of fedlc use their samples for more",
+    "feddecorr(dp_sgd(fedavg, noise=1.0))": "clients of feddecorr use their samples for more",
+    "secure(stages(fedmr:1, fedmr(unit=tensor)))": "move different units",
 }
 """Expressions of several parts that are refused, with a part of the reason."""
 

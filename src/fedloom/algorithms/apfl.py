@@ -11,8 +11,8 @@ from fedloom.records import Message
 
 @algorithms.register("apfl")
 class APFL(PartlyShared):
-    """Adaptive personalised federated learning: a client deploys alpha v + (1 - alpha) w, a mixture
-    of a local model v and the global model w.
+    """Adaptive personalised federated learning: a client deploys alpha v + (1 - alpha) w, with a
+    local v and the global w.
 
     Per batch w <- w - eta grad l(w), then v <- v - eta alpha grad l(m) at the mixture m of v and
     the new w. If `adaptive`, the first batch of a round also moves alpha <- clip(alpha - eta <v -

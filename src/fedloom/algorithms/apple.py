@@ -118,8 +118,15 @@ class Apple(EveryModel):
 
 
 def mean_by_tensor(gradient: Tensor, layout: Layout) -> Tensor:
-    """Return `gradient [k, T]` with each tensor divided by its size and by the number of tensors:
-    PFLlib's product with a core.
+    """Divide each tensor of a gradient by its size and by the number of tensors: PFLlib's product
+    with a core.
+
+    Args:
+        gradient: Gradients of the trainable parameters, `[k, T]`.
+        layout: Layout of the model.
+
+    Returns:
+        The scaled gradients, `[k, T]`.
     """
     tensors = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
     return torch.cat(

@@ -88,8 +88,13 @@ class CFL(Algorithm):
 
 
 def bipartition(updates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two halves of `updates [k, T]` by complete linkage on -cos, as indices of rows.
-    The first half contains row 0.
+    """Divide a cluster in two by complete linkage on -cos.
+
+    Args:
+        updates: Updates of the clients, `[k, T]`.
+
+    Returns:
+        Indices of the rows of each half. The first half contains row 0.
     """
     # Imported here, since it adds a fifth to the time to import PyTorch.
     from scipy.cluster.hierarchy import fcluster, linkage

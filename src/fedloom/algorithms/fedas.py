@@ -69,8 +69,12 @@ class FedAS(KeepsHead):
 
 
 def misalignment(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum over a batch's classes of the mean over samples and dimensions of (z - p_c)^2,
-    with p_c from `means [Y, d]` of the context.
+    """Return the sum over a batch's classes of the mean over samples and dimensions of (z - p_c)^2.
+
+    Args:
+        net: The model. Its features are z.
+        batch: The samples.
+        context: `means [Y, d]`, the class means p_c.
     """
     features = net.both(batch.inputs)[0].flatten(1)
     distance = (features - context["means"][batch.labels]).square().mean(1)
@@ -78,8 +82,14 @@ def misalignment(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tenso
 
 
 def fisher_traces(cohort: Cohort, rows: Tensor) -> Tensor:
-    """Return the mean over each client's samples of |grad l|^2 for its model in `rows [k, P]`, in
-    evaluation mode, `[k]`.
+    """Return the mean over each client's samples of |grad l|^2, in evaluation mode.
+
+    Args:
+        cohort: The clients.
+        rows: One model for each client, `[k, P]`.
+
+    Returns:
+        One number for each client, `[k]`.
     """
     module, traces = cohort.flat_module, rows.new_zeros(len(rows))
     module.module.eval()

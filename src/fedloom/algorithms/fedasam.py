@@ -75,7 +75,9 @@ class FedSAM(Algorithm):
         return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, pad=True).model}
 
     def scale(self, layout: Layout, weights: Tensor) -> Tensor:
-        """Return T(w), `[k, T]`. The perturbation is rho T^2 g / ||T g||."""
+        """Return T(w), `[k, T]`, for the trainable parameters `weights [k, T]`. The perturbation is
+        rho T^2 g / ||T g||.
+        """
         return torch.ones_like(weights)
 
 
@@ -87,7 +89,7 @@ class FedASAM(FedSAM):
     T(w) = |w| + `eta` for tensors with "weight" in their name (including batch norm), 1 for all
     others. Each step costs two passes. FedMR compares with rho 0.1, eta 0 and no averaging.
     Source: Caldarola et al. 2022.
-    Use it as FedSAM where layers have weights of very different size; `swa` makes the curve
+    Use it like FedSAM where layers have weights of very different size; `swa` makes the curve
     smoother late in a run.
 
     Args:

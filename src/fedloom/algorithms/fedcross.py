@@ -24,7 +24,7 @@ class FedCross(Indep):
     unweighted mean of the pool. alpha = 1 is `indep`. Statistics mix like parameters.
     Source: Hu et al., ICDE 2024 (arXiv 2210.08285), algorithm 1; `propellers` and a growing alpha
     as its abstract describes them, in no public code.
-    Use it as `fedmr`, where models should stay close to each other in every layer.
+    Use it like `fedmr`, where models should stay close to each other in every layer.
 
     Args:
         alpha: Share of a model's own upload (authors: 0.99), or pairs of a round and its share with

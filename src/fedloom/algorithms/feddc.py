@@ -57,7 +57,16 @@ class FedDC(Drifting):
         return {"model": trained.model, "update": (new_update - update).mul_(size)}
 
     def divisors(self, cohort: Cohort, inbox: Message, trained: Trained) -> tuple[Tensor, float]:
-        """Return tau `[k]` and eta, which divide the displacement of each client."""
+        """Return the divisors of the clients' displacements.
+
+        Args:
+            cohort: The clients.
+            inbox: The server's message.
+            trained: Result of local training.
+
+        Returns:
+            tau, `[k]`, and eta.
+        """
         return trained.steps, cohort.round.learning_rate
 
 

@@ -245,7 +245,7 @@ def _require_local(local: Algorithm, plan: Plan) -> None:
         raise InvalidValue(
             f"local={local} wraps another method: put the wrapper around fedmr, as in ala(fedmr)"
         )
-    # Checks a later round, since some methods send less in the first, such as no teacher.
+    # Check a later round, since some tensors are not sent in the first, such as a teacher.
     later = replace(plan.opening(), number=plan.first_round + 1)
     message, expected = local.send(later), dict(local.expects(later))
     if message.keys() != {"model"} or expected != {"model": (plan.layout.size,)}:

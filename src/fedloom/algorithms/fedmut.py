@@ -13,7 +13,7 @@ class FedMut(Algorithm):
     (1 - min(t0 / mutation_rounds, 1)) and t0 counts the rounds before the one that produced w_t;
     with K odd the last slot receives w_t. So at r = 0 the mutations average to w_t. Only trainable
     parameters mutate; statistics are averaged. Source: Hu et al. 2024 (FedMut), algorithm 1.
-    Use it as `fedmr`, for flat minima, where all clients should start close to one global model.
+    Use it like `fedmr`, for flat minima, where all clients should start close to one global model.
 
     Args:
         radius: Length of a mutation, as a multiple of the last step (authors: 4); 0 is FedAvg with

@@ -17,8 +17,8 @@ from fedloom.records import Message, Plan, Replies
 
 @algorithms.register("fedpac")
 class FedPAC(FedRep):
-    """FedPAC: a client trains a head, then the base under it towards class means p; the server
-    mixes the heads for each client.
+    """FedPAC: a client trains a head, then the base towards class means p; the server mixes heads
+    for each client.
 
     Before training, in evaluation mode, h_c = pi_c mean_c z and V = (mean |z|^2 - sum_c |h_c|^2) /
     n, with pi_c class c's share of the client's n samples. The head trains at `head_rate`, then the

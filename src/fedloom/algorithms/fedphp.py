@@ -15,8 +15,8 @@ BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 
 @algorithms.register("fedphp")
 class FedPHP(PartlyShared):
-    """FedPHP: the features of a client's model are pulled towards the features of its inherited
-    model h, a moving average of its models.
+    """FedPHP: features are pulled towards the client's inherited model h, a moving average of its
+    models.
 
     Clients minimise (1 - lambda) L_i(w) + lambda MMD^2(features of w, features of h), h frozen in
     evaluation mode, with MMD^2 = mean [k(x, x) + k(y, y) - 2 k(x, y)] and k = sum over a in {10,

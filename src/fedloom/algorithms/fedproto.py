@@ -14,8 +14,8 @@ from fedloom.records import Aggregate, Message, Plan, Replies
 
 @algorithms.register("fedproto")
 class FedProto(Algorithm):
-    """FedProto: private models with features that are pulled towards prototypes, the mean features
-    of each class over clients.
+    """FedProto: private models, pulled towards prototypes: the mean features of each class over
+    clients.
 
     Clients minimise L_i + lambda mean over batch and dimensions of (z - p_y)^2, upload the mean
     features of their classes after training (one additional pass, in evaluation mode) and their

@@ -60,13 +60,13 @@ class FedAvgC(PartlyShared):
 
 @algorithms.register("fedprox_c")
 class FedProxC(FedAvgC):
-    """FedProx with clients that fine-tune the whole downloaded model before they use it, with the
-    proximal term in both phases.
+    """FedProx with clients that fine-tune the downloaded model before use, with the proximal term
+    in both phases.
 
     Fine-tuning as in `fedavg_c`; w_t in (mu / 2) ||w - w_t||^2 is the server's model.
     Source: Zhang et al. 2023 (FedALA), section "Experiments".
-    Use it as `fedavg_c` where clients have few samples, so that fine-tuning moves too far from the
-    download.
+    Use it like `fedavg_c` where clients have few samples, so that fine-tuning moves too far from
+    the download.
 
     Args:
         mu: Strength of the proximal term (FedALA: 0.001).

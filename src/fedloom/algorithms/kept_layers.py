@@ -114,7 +114,11 @@ class KeepsHead(PartlyShared):
         return head
 
     def split(self, cohort: Cohort) -> tuple[Unit, Unit]:
-        """Return the slices of the base and of the classifier."""
+        """Divide the columns of a row.
+
+        Returns:
+            The slices of the base, and the slices of the classifier.
+        """
         layout, head = cohort.layout, self.head_layers(cohort.module)
         return layout.unit(lambda tensor: tensor.layer not in head), layout.unit(
             lambda tensor: tensor.layer in head

@@ -13,8 +13,8 @@ from fedloom.records import Message, server_model
 
 @algorithms.register("moon")
 class Moon(Algorithm):
-    """Model-contrastive learning: pull features towards the received model's features and away from
-    the features of the client's previous model.
+    """Model-contrastive learning: pull features towards the received model's and away from the
+    client's last model's.
 
     With z, z_glob, z_prev the features of the trained, the received and the client's previous model
     (the last two frozen, in evaluation mode) and sim the cosine, clients minimise L_i + mu mean_x

@@ -72,7 +72,13 @@ class Scaffold(Algorithm):
         return {"model": trained.model, "variate": new_variate - variate}
 
     def descend(self, cohort: Cohort, start: Tensor, offset: Tensor) -> Trained:
-        """Train by steps along g + `offset [k, T]`."""
+        """Train by steps along g + `offset`.
+
+        Args:
+            cohort: The clients.
+            start: Models before training, `[k, P]`.
+            offset: Added to each gradient, `[k, T]`.
+        """
 
         def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
             return gradient.add_(context["offset"])
@@ -84,7 +90,16 @@ class Scaffold(Algorithm):
         return round.learning_rate
 
     def followed(self, cohort: Cohort, start: Tensor, trained: Trained) -> Tensor:
-        """Return (w_t - w_i) / (tau eta), the mean direction of the local steps, `[k, T]`."""
+        """Return (w_t - w_i) / (tau eta), the mean direction of the local steps.
+
+        Args:
+            cohort: The clients.
+            start: Models before training, `[k, P]`.
+            trained: Result of local training.
+
+        Returns:
+            Directions, `[k, T]`.
+        """
         count = cohort.layout.trainable
         rate = self.rate(cohort.round) * momentum_gain(cohort.training)
         return mean_gradient(start[:, :count], trained.model[:, :count], trained.steps, rate)

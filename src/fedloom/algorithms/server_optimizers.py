@@ -101,7 +101,7 @@ class FedYogi(FedAdam):
 
     So v changes by at most (1 - b2) D^2, even if v is large. Source: Reddi et al. 2021, algorithm
     2.
-    Use it as `fedadam` where a few large updates would make Adam's steps small for many rounds.
+    Use it like `fedadam` where a few large updates would make Adam's steps small for many rounds.
     """
 
     def second_moment(self, moment: Tensor, square: Tensor) -> Tensor:

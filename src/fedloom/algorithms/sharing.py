@@ -168,12 +168,27 @@ class PartlyShared(Algorithm):
         return self.upload(cohort, self.work(cohort, self.complete(cohort, inbox["model"]), inbox))
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        """Train locally from whole models `[k, P]` and return whole models."""
+        """Train locally.
+
+        Args:
+            cohort: The clients.
+            start: Whole models, `[k, P]`.
+            inbox: The server's message.
+
+        Returns:
+            The trained models, `[k, P]`.
+        """
         return cohort.fit(start).model
 
     def upload(self, cohort: Cohort, model: Tensor) -> Message:
-        """Return the reply with the travelling columns of `model [k, P]`, and store the remaining
-        columns in the clients' memory.
+        """Return the reply, and store the private layers in the clients' memory.
+
+        Args:
+            cohort: The clients.
+            model: The trained models, `[k, P]`.
+
+        Returns:
+            The columns of `model` that travel, `[k, m]`.
         """
         unit = self.shared(cohort.module, cohort.layout)
         if length(unit) < cohort.layout.size:

@@ -44,8 +44,15 @@ class BasicBlock(nn.Module):
 
 
 def stage(channels: int, out: int, stride: int, *, depth: int, project: bool) -> nn.Sequential:
-    """Return `depth` basic blocks. The lowest block changes the number of channels and the
+    """Return a stage of basic blocks. The lowest block changes the number of channels and the
     resolution.
+
+    Args:
+        channels: Input channels.
+        out: Output channels.
+        stride: Stride of the lowest block.
+        depth: Number of blocks.
+        project: Shortcuts have a convolution (He's option B) instead of padding (A).
     """
     bottom = BasicBlock(channels, out, stride, project=project)
     return nn.Sequential(

@@ -15,7 +15,7 @@ from fedloom.randomness import preserved_generator
 Module = TypeVar("Module", bound=nn.Module)
 
 _REFUSAL = "more than 1 value per channel"
-"""Words of PyTorch's refusal of a batch of one sample."""
+"""Text of PyTorch's error about a batch of one sample."""
 
 
 def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) -> Module:
@@ -36,7 +36,8 @@ def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
 
-    Clients train copies of it, and names of tensors in files have no prefix of the wrapper.
+    Clients train copies of this module, so that names of tensors in files have no prefix of the
+    wrapper.
     """
     parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
     while True:
@@ -67,13 +68,13 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 
 def smallest_batch(module: nn.Module, sample: Tensor) -> int:
-    """Return the fewest samples with which a module can train.
+    """Return the smallest batch with which a module can train.
 
-    Batch norm refuses a batch of one sample if it has one value per channel. Images have more.
+    Batch norm refuses a batch of one sample if there is one value per channel. Images have more.
 
     Args:
-        module: The module, which stays as it is.
-        sample: Any sample, as the module takes it, `[1, ...]`.
+        module: The module. It is not changed.
+        sample: Any sample in the form of the module's input, `[1, ...]`.
 
     Returns:
         2 if a layer refuses the sample, else 1.

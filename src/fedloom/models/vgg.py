@@ -11,7 +11,13 @@ from fedloom.models.shapes import image_shape
 
 
 def stage(channels: int, out: int, depth: int) -> nn.Sequential:
-    """Return `depth` padded 3x3 convolutions, each with batch norm and ReLU."""
+    """Return padded 3x3 convolutions, each with batch norm and ReLU.
+
+    Args:
+        channels: Input channels.
+        out: Output channels.
+        depth: Number of convolutions.
+    """
     layers: list[nn.Module] = []
     for i in range(depth):
         layers += [

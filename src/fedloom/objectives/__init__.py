@@ -98,11 +98,27 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the mean loss of a batch, a scalar. Must also run under `torch.func.vmap`."""
+        """Return the mean loss of a batch. Must also run under `torch.func.vmap`.
+
+        Args:
+            outputs: Return value of the model for b samples.
+            targets: Targets of these samples, `[b, ...]`.
+
+        Returns:
+            A scalar.
+        """
 
     @abstractmethod
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return the counts of each of b samples by name, `[b, ...]`."""
+        """Return the counts of each sample.
+
+        Args:
+            outputs: Return value of the model for b samples.
+            targets: Targets of these samples, `[b, ...]`.
+
+        Returns:
+            Counts by name, `[b, ...]`.
+        """
 
     @abstractmethod
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
@@ -189,9 +205,12 @@ objectives: Registry[Callable[..., Objective]] = Registry("objective", "fedloom.
 def on_device(
     values: tuple[float, ...], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the values as a cached tensor on a device.
+    """Return a cached tensor on a device. A transfer in every batch would make the device wait.
 
-    A transfer in every batch would make the device wait.
+    Args:
+        values: Values of the tensor.
+        device: Device of the tensor.
+        dtype: Type of the tensor; None for PyTorch's default.
     """
     return torch.tensor(values, dtype=dtype, device=device)
 

@@ -56,8 +56,8 @@ class Classification(Objective):
             object.__setattr__(self, "criterion", found_at(self.criterion, "criterion"))
         if self.criterion and (self.label_smoothing or self.class_weights):
             raise InvalidValue(
-                "criterion replaces the cross entropy, so label_smoothing and class_weights have no "
-                "effect: remove them or criterion"
+                "criterion replaces the cross entropy, so label_smoothing and class_weights have "
+                "no effect: remove them or criterion"
             )
         if self.class_weights and not sum(self.class_weights):
             raise InvalidValue("class_weights are all 0: at least one must be above 0")

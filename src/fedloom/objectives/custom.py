@@ -51,12 +51,13 @@ class Custom(Objective):
             kind = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             remedy = " (PyTorch's losses need reduction='none')" if kind == [] else ""
             raise InvalidValue(
-                f"the objective's function must return the loss of each sample, [b], not {kind}{remedy}"
+                "the objective's function must return the loss of each sample, [b], "
+                f"not {kind}{remedy}"
             )
         if len(losses) != len(targets):
             raise InvalidValue(
-                f"the objective's function returned {len(losses)} losses for {len(targets)} samples: "
-                "return one for each"
+                f"the objective's function returned {len(losses)} losses for {len(targets)} "
+                "samples: return one for each"
             )
         return losses
 

@@ -1,8 +1,8 @@
 """Additional metrics: functions of `torchmetrics` by name, or a user's functions.
 
 A metric need not be a sum over samples. It takes all outputs and targets of the global test set or
-of one client. Its value over several clients is the mean of their values, weighted by their numbers
-of samples.
+of one client. Its value over several clients is the mean of the defined values, weighted by the
+clients' numbers of samples.
 """
 
 import inspect
@@ -35,7 +35,7 @@ _PREFIX = "metrics/"
 """Prefix of metrics among the names of the objective's counts."""
 
 _DEFINED = "defined/"
-"""Begins the names of the numbers of samples for which metrics are defined."""
+"""Prefix of the numbers of samples for which metrics are defined."""
 
 _TASK_PARAMETERS = {
     "preds",
@@ -118,17 +118,27 @@ def counted_shapes(metrics: Iterable[NamedMetric]) -> dict[str, tuple[int, ...]]
 
 
 def require_defined(totals: Totals, samples: int) -> None:
-    """Raise `InvalidValue` unless metrics are defined for some of this many samples."""
+    """Raise `InvalidValue` for a metric with a number of defined samples outside 0 to `samples`."""
     for name, total in totals.items():
         if name.startswith(_DEFINED) and not 0 <= float(total) <= samples:
-            raise InvalidValue(f"{name.removeprefix(_DEFINED)} of {float(total):g} samples")
+            raise InvalidValue(
+                f"{name.removeprefix(_DEFINED)} cannot be defined for {float(total):g} of "
+                f"{samples} samples"
+            )
 
 
 def figures(objective: Objective, totals: Totals) -> dict[str, Tensor]:
-    """Return the objective's figures and the metrics of n clients, `[n]` float64 by name.
+    """Return the objective's figures and the metrics of n clients.
 
-    A metric is the mean over the samples for which it is defined. If these are not all,
+    A metric is the mean over the samples for which it is defined. If these are not all samples,
     `NAME_defined` is their share.
+
+    Args:
+        objective: The objective of the task.
+        totals: Sums of the clients' counts by name, `[n, ...]` float64, and `samples [n]`.
+
+    Returns:
+        Figures by name, `[n]` float64.
     """
     names = [name.removeprefix(_PREFIX) for name in totals if name.startswith(_PREFIX)]
     counts = {

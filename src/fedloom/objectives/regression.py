@@ -89,7 +89,7 @@ class Regression(Objective):
     def add_up(
         self, counts: Totals, total: Callable[[Tensor], Tensor], owner: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Sum counts. Add squared deviations in a second pass, since sums of squares would cancel."""
+        """Sum counts. A second pass sums squared deviations, since sums of squares would cancel."""
         totals = super().add_up(counts, total, owner)
         samples = counts.get("samples", torch.ones_like(counts["loss"])).unsqueeze(1)
         size = total(samples).clamp_min(1)

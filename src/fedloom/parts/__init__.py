@@ -1,1 +1,1 @@
-"""Parts: what can happen around an algorithm at the fixed moments of a round."""
+"""Parts: components that act around an algorithm at fixed moments of a round."""

@@ -1,5 +1,5 @@
-"""Epsilon of differential privacy after a number of releases with Gaussian noise, by Google's
-dp-accounting.
+"""Epsilon of differential privacy after a number of releases with Gaussian noise, computed by
+Google's dp-accounting.
 """
 
 import math
@@ -12,24 +12,25 @@ from fedloom.errors import FedloomError, InvalidValue, installing
 
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
 """Orders of Renyi divergence. Integer orders have a closed form; the smallest epsilon over all
-orders holds.
+orders is valid.
 """
 
 LEAST_NOISE = 1e-100
-"""Less noise counts as none: its square would be 0."""
+"""Smaller noise counts as no noise, since its square would be 0."""
 
 
 @cache
 def epsilon(noise: float, share: float, releases: int, delta: float, earlier: float = 0.0) -> float:
-    """Return the epsilon of (epsilon, `delta`)-privacy for adding or removing one client; infinite
+    """Return the epsilon of (epsilon, `delta`)-privacy for adding or removing one client; infinity
     without noise.
 
     Args:
-        noise: Standard deviation of the noise, in units of the most that one client adds to a sum.
+        noise: Standard deviation of the noise, as a multiple of the largest contribution of a
+            client to a sum.
         share: Probability with which each client independently takes part in a release.
         releases: Number of noisy sums.
         delta: Probability of a larger loss.
-        earlier: Sum of 1 / noise^2 of releases before these, in which everybody took part.
+        earlier: Sum of 1 / noise^2 over earlier releases with all clients.
 
     Raises:
         FedloomError: If dp-accounting is not installed.
@@ -49,15 +50,25 @@ def epsilon(noise: float, share: float, releases: int, delta: float, earlier: fl
 
 @cache
 def noise_for(target: float, share: float, releases: int, delta: float) -> float:
-    """Return the smallest noise, to a ten-thousandth, at which `releases` cost at most `target`.
-    Raise if none is enough.
+    """Return the smallest noise with an epsilon of at most `target`, with a relative precision of
+    1e-4.
+
+    Args:
+        target: Largest epsilon.
+        share: Probability with which each client independently takes part in a release.
+        releases: Number of noisy sums.
+        delta: Probability of a larger loss.
+
+    Raises:
+        InvalidValue: Noise of 1e6 is not enough.
     """
     low, high = 0.0, 1.0
     while epsilon(high, share, releases, delta) > target:
         low, high = high, 2 * high
         if high > 1e6:
             raise InvalidValue(
-                f"target_epsilon={target:g} is out of reach in {releases} releases at delta={delta:g}"
+                f"target_epsilon={target:g} cannot be reached with {releases} releases at "
+                f"delta={delta:g}. Raise it or delta"
             )
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
@@ -69,8 +80,8 @@ def noise_for(target: float, share: float, releases: int, delta: float) -> float
 
 @cache
 def _divergences(noise: float, share: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Renyi divergence of one release at each of `ORDERS`. The divergences of several releases add
-    up.
+    """Renyi divergence of one release at each of `ORDERS`. The divergences of several releases are
+    added.
     """
     library = _library()
     event = library.PoissonSampledDpEvent(share, library.GaussianDpEvent(noise))
@@ -83,6 +94,6 @@ def _library() -> Any:
         import dp_accounting.rdp
     except ImportError:
         raise FedloomError(
-            f"privacy is accounted for by 'dp-accounting': {installing('privacy')}"
+            f"privacy accounting needs 'dp-accounting': {installing('privacy')}"
         ) from None
     return dp_accounting

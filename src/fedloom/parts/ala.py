@@ -1,5 +1,5 @@
-"""ALA: a learned blend of the download and the own model, weight by weight; FedALA: ALA on FedAvg;
-FedAH: ALA on FedRep.
+"""ALA: a learned blend of the download and the client's model, weight by weight; FedALA: ALA on
+FedAvg; FedAH: ALA on FedRep.
 """
 
 from dataclasses import field
@@ -27,9 +27,9 @@ from fedloom.records import Message, started_from
 class Blend(NamedTuple):
     """The result of local initialisation for k clients."""
 
-    start: Tensor  # of the inner method, in the slices that travel, [k, m]
-    weights: Tensor  # of the blend, [k, n]
-    learned: Tensor  # True for clients whose weights are learned, [k]
+    start: Tensor  # start of the inner method, the columns that travel, [k, m]
+    weights: Tensor  # weights of the blend, [k, n]
+    learned: Tensor  # True for clients with learned weights, [k]
     losses: list[Tensor]  # of each epoch of learning, [k]; NaN for clients that had stopped
 
 
@@ -38,27 +38,25 @@ class Ala(Part):
     """Adaptive local aggregation: the inner method starts from a learned blend of the download and
     the client's last model.
 
-    In the `p` highest blocks of what travels, start = old + (download - old) * W, elementwise; the
-    lower ones are the download. A client learns W with everything else held fixed: after every
-    batch W <- clip(W - rate * grad l(start) * (download - old), 0, 1). W persists. The first time,
-    epochs are repeated until the standard deviation of the last `window` epoch losses falls below
-    `threshold` (more than `window`, at most `max_epochs`). A client that has never trained takes
-    the download. Proximal terms and the like of the inner method keep the download for their
-    centre. Refuses methods whose clients download several models; `umf`'s idle clients do not keep
-    what they learn.
+    In the `p` highest blocks of the travelling layers, start = old + (download - old) * W,
+    elementwise; lower blocks are the download. A client learns W with all other weights held fixed:
+    after every batch W <- clip(W - rate * grad l(start) * (download - old), 0, 1). W persists. The
+    first time, epochs are repeated until the standard deviation of the last `window` epoch losses
+    is below `threshold` (more than `window`, at most `max_epochs`). A client that has not trained
+    yet starts from the download. Proximal terms and similar terms of the inner method remain
+    centred at the download. Methods with clients that download several models are refused; idle
+    clients of `umf` do not store their learned weights.
     Source: Zhang et al. 2023 (FedALA), algorithm 1, equations 3 to 5.
-    Use it when each client is served by a model of its own and the global model suits some clients
-    badly.
+    Use it when each client needs a personal model and the global model fits some clients badly.
 
     Args:
-        p: Blocks that are blended, from the top (paper: 1).
-        percent: Share of a client's samples to learn W on, drawn afresh each round, in % (paper:
-            80).
+        p: Number of blended blocks, from the top (paper: 1).
+        percent: Share of a client's samples to learn W on, drawn anew each round, in % (paper: 80).
         rate: Learning rate of W (paper: 1).
-        threshold: Largest standard deviation of losses that ends the first learning (authors:
-            0.01).
-        window: Epochs of that standard deviation (authors: 10).
-        max_epochs: Most epochs of the first learning.
+        threshold: The first learning ends when the standard deviation of the losses is below this
+            (authors: 0.01).
+        window: Number of epochs in this standard deviation (authors: 10).
+        max_epochs: Largest number of epochs of the first learning.
         epochs: Epochs of W in later rounds.
         initial_weight: W before learning.
         start_round: First round with ALA.
@@ -84,7 +82,7 @@ class Ala(Part):
         blend = self.blend(cohort, inbox["model"], top, inner)
         reply = inner.train(cohort, started_from(blend.start, inbox))
         memory, uploads = cohort.memory, cohort.uploads
-        # other clients had nothing to blend or to learn
+        # Clients without an earlier model had nothing to blend or to learn.
         trained_before = memory.knows(_name("model", top))
         memory.write(
             _name("model", top),
@@ -104,8 +102,10 @@ class Ala(Part):
         return inner.personalise(cohort, inbox)
 
     def top(self, cohort: Cohort, inner: Inner) -> Unit:
-        """Return the slices that are blended: the parameters of the p highest blocks that travel.
-        Raise where fewer do.
+        """Return the blended columns: the parameters of the `p` highest blocks that travel.
+
+        Raises:
+            InvalidValue: Fewer than `p` blocks travel.
         """
         layout, travels = cohort.layout, inner.algorithm.shared(cohort.module, cohort.layout)
         parameters = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
@@ -121,13 +121,21 @@ class Ala(Part):
         ]
         if self.p > len(groups):
             raise InvalidValue(
-                f"ala: p must be at most {len(groups)}, the blocks that travel, not {self.p}"
+                f"ala: p must be at most {len(groups)}, the number of blocks that travel, "
+                f"not {self.p}"
             )
         chosen = set().union(*groups[-self.p :])
         return layout.unit(lambda tensor: tensor.name in chosen)
 
     def blend(self, cohort: Cohort, received: Tensor, top: Unit, inner: Inner) -> Blend:
-        """Return the start in place of the download `received [k, m]`, after learning its weights."""
+        """Learn the weights of the blend, and return the start that replaces the download.
+
+        Args:
+            cohort: The clients.
+            received: The download, `[k, m]`.
+            top: The blended columns.
+            inner: The inner method.
+        """
         memory = cohort.memory
         rows = inner.algorithm.complete(cohort, received)
         download = take(rows, top)
@@ -138,7 +146,7 @@ class Ala(Part):
         trained_before = memory.knows(_name("model", top))
         if cohort.round.number < self.start_round or not bool(trained_before.any()):
             return Blend(received, weights, learned, [])
-        # A client without an old model blends the download with itself, whatever the weights.
+        # A client without an old model blends the download with itself, for any weights.
         previous = memory.get(_name("model", top), download)
         update = download - previous
         losses: list[Tensor] = []
@@ -164,8 +172,8 @@ class Ala(Part):
         active: Tensor,
         initial_stage: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the learned blending weights and the loss of each epoch. `initial_stage [k]`: True
-        for first-time learners.
+        """Return the learned weights of the blend and the loss of each epoch. `initial_stage [k]`
+        is True for clients that learn for the first time.
         """
         loss_fn: LossFn = data_loss
         learners, head = cohort.subset(self._choose, "ala"), head_name(cohort.module)
@@ -201,7 +209,7 @@ class Ala(Part):
         return state["weights"], losses
 
     def _converged(self, losses: list[Tensor]) -> Tensor:
-        """Return `[k]` bool: True where the last epoch losses vary no more."""
+        """Return `[k]` bool: True if the last epoch losses have converged."""
         if len(losses) <= self.window:
             return torch.zeros(len(losses[0]), dtype=torch.bool)
         spread = torch.stack(losses[-self.window :]).double().std(0, correction=0)
@@ -215,15 +223,22 @@ class Ala(Part):
         )
 
     def chosen(self, samples: Samples, count: int, generator: torch.Generator) -> Samples:
-        """Return `count` of a client's samples: a random subset."""
+        """Return `count` of a client's samples: here a random subset."""
         return samples[torch.randperm(len(samples), generator=generator)[:count]]
 
     def epoch_loss(self, mean: Tensor, last: Tensor) -> Tensor:
-        """Return the loss of an epoch `[k]` from its mean and that of its last batch: the mean."""
+        """Return the loss of an epoch, `[k]`: here the mean over its batches.
+
+        Args:
+            mean: Mean loss of the batches, `[k]`.
+            last: Loss of the last batch, `[k]`.
+        """
         return mean
 
     def record_learning(self, cohort: Cohort, blend: Blend) -> None:
-        """Put the epochs of learning and the loss of the final one into the clients' figures."""
+        """Record the number of epochs of learning and the loss of the last epoch in the clients'
+        figures.
+        """
         if blend.losses:
             history = torch.stack(blend.losses)
             epochs = (~history.isnan()).sum(0)
@@ -234,24 +249,22 @@ class Ala(Part):
 
 
 def _name(kind: str, top: Unit) -> str:
-    """Return a name in memory with the blended slices, which may change with the inner method under
-    `stages`.
-    """
+    """Return a name in memory with the blended columns, which can differ between `stages`."""
     return f"ala_{kind}_{top[0].start}_{top[-1].stop}"
 
 
 @algorithms.register("fedala")
 class FedALA(Ala):
-    """FedALA: FedAvg whose clients start from a learned blend of the global and their own model
+    """FedALA: FedAvg with clients that start from a learned blend of the global model and their own
     (`ala(fedavg)`).
 
     Source: Zhang et al. 2023 (FedALA), algorithm 1.
-    Use it when every client wants the best model for its own data and traffic may not grow: it
-    sends what FedAvg sends.
+    Use it when every client wants the best model for its own data and traffic must not grow: it
+    sends the same as FedAvg.
 
     Args:
-        buffers: Keep batch-norm statistics at the clients (`local`, the authors' code) or `average`
-            them.
+        buffers: Batch-norm statistics stay with the clients (`local`, the authors' code) or are
+            averaged (`average`).
     """
 
     method: Method = field(init=False)
@@ -263,10 +276,10 @@ class FedALA(Ala):
 
 
 class AuthorsCode:
-    """Two details of the code of FedALA's authors, in which the paper leaves a choice.
+    """Two details of the code of FedALA's authors that the paper leaves open.
 
     Clients learn W on a contiguous window of their samples at a random offset, and the loss of an
-    epoch is that of its last batch.
+    epoch is the loss of its last batch.
     """
 
     def chosen(self, samples: Samples, count: int, generator: torch.Generator) -> Samples:
@@ -279,22 +292,22 @@ class AuthorsCode:
 
 @algorithms.register("ala_code")
 class AlaCode(AuthorsCode, Ala):
-    """ALA as its authors' code computes it, for the tables that were made with that code.
+    """ALA as the authors' code computes it, for tables from that code.
 
     Clients learn W on a contiguous window of their samples at a random offset, and the loss of an
-    epoch is that of its last batch.
+    epoch is the loss of its last batch.
     Source: the code of Zhang et al. 2023 (FedALA).
-    Use it only to reproduce those tables, otherwise `ala`.
+    Use it only to reproduce these tables, otherwise `ala`.
     """
 
 
 @algorithms.register("fedala_code")
 class FedALACode(AuthorsCode, FedALA):
-    """FedALA as its authors' code computes it, for the tables that were made with that code.
+    """FedALA as the authors' code computes it, for tables from that code.
 
-    This is `ala_code` around FedAvg that keeps batch-norm statistics at the clients.
+    This is `ala_code` around FedAvg, with batch-norm statistics that stay with the clients.
     Source: the code of Zhang et al. 2023 (FedALA).
-    Use it only to reproduce those tables, otherwise `fedala`.
+    Use it only to reproduce these tables, otherwise `fedala`.
     """
 
 
@@ -303,13 +316,13 @@ class FedAH(Ala):
     """FedAH: clients blend the received head with their own, train the head for an epoch, then the
     base; both are averaged.
 
-    This is `ala(fedrep(head_epochs=1, upload_head=true), percent=100, max_epochs=1)`, whose blend
-    is learned anew in every round in one epoch over all samples. A client deploys the blend.
+    This is `ala(fedrep(head_epochs=1, upload_head=true), percent=100, max_epochs=1)`: each round
+    learns the blend in one epoch over all samples. A client deploys the blend.
     Source: the authors' code of FedAH.
-    Use it as `fedrep`, where heads can learn from each other.
+    Use it like `fedrep`, where heads can learn from each other.
 
     Args:
-        buffers: Keep batch-norm statistics at the clients (`local`) or `average` them.
+        buffers: Batch-norm statistics stay with the clients (`local`) or are averaged (`average`).
     """
 
     method: Method = field(init=False)

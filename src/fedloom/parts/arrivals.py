@@ -1,5 +1,5 @@
-"""Base of parts with which the server proceeds when some clients have replied, while others still
-train.
+"""Base of asynchronous parts: the server makes a step when some clients have replied, while others
+still train.
 """
 
 from typing import ClassVar
@@ -15,17 +15,18 @@ from fedloom.round import Round
 
 
 class Arrivals(Part):
-    """A round is one step of the server: it ends when k of the C clients that train have replied.
+    """A round is one step of the server. It ends when k of the C training clients have replied.
 
-    C is the number of participants. Clients that have replied are replaced by as many others, drawn
-    uniformly from those that do not train. Replies are stored until their time on the clock
-    (`[clock]`), of simultaneous ones those of lower-numbered clients first. Without a clock all
-    work takes equally long. Bytes and losses are recorded with the round in which the work began.
-    With the clock's `deadline` the server may proceed with fewer than k.
+    C is the number of participants. The server replaces clients that have replied by the same
+    number of others, drawn uniformly from the clients that do not train. A reply is stored until
+    its time on the clock (`[clock]`); of simultaneous replies, the one of the client with the lower
+    number comes first. Without a clock all work takes equally long. Bytes and losses are recorded
+    with the round in which the work began. With the clock's `deadline` a step can have fewer than k
+    replies.
 
-    Over real sites a round's selection is all C clients, in their slots: those that train already
-    are sent nothing. A reply is taken, and recorded, when it arrives; a site that fails is asked
-    again, from the model that it was sent.
+    Over real sites a round's selection contains all C clients in their slots, but clients that
+    already train receive no message. A reply is processed and recorded when it arrives. The server
+    repeats the request to a failed site, with the same model.
     """
 
     k = 1
@@ -37,14 +38,14 @@ class Arrivals(Part):
     def setup(self, plan: Plan, inner: Inner) -> None:
         super().setup(plan, inner)
         if self.k > plan.participants:
-            most = f"the {plan.participants} clients that train at a time"
-            raise InvalidValue(f"k must be at most {most}, not {self.k}")
+            limit = f"the {plan.participants} clients that train at the same time"
+            raise InvalidValue(f"k must be at most {limit}, not {self.k}")
         none = torch.full((plan.participants,), -1)
         until = torch.zeros(plan.participants, dtype=torch.float64)
         self.state = {
             "client": none,  # by slot; -1: no client
-            "since": torch.zeros_like(none),  # the version that it trains from
-            "until": until,  # when it answers
+            "since": torch.zeros_like(none),  # version of the model from which it trains
+            "until": until,  # time of its reply
             "now": until.new_zeros(1),
         }
 
@@ -53,7 +54,7 @@ class Arrivals(Part):
         return (self.state["client"] < 0).nonzero()[:, 0]
 
     def store(self, slots: Tensor, **rows: Tensor) -> None:
-        """Replace rows of the state, by name, at these slots."""
+        """Replace rows of the state, by name, in these slots."""
         for name, values in rows.items():
             stored = self.state[name]
             self.state[name] = stored.index_copy(0, slots.to(stored.device), values)
@@ -67,7 +68,9 @@ class Arrivals(Part):
         return Selection(tuple(drawn))
 
     def enter(self, version: int, exchange: Exchange) -> None:
-        """Over real sites, store who was sent this `version` of the model, and what."""
+        """Over real sites, store which clients received this `version` of the model, and the
+        messages.
+        """
         free = self.free()
         if self.plan.remote and len(free):
             clients = torch.tensor(exchange.selection.clients)[free]
@@ -78,9 +81,17 @@ class Arrivals(Part):
                 self.store(free, sent=rows[free.to(rows.device)])
 
     def begin(self, version: int, replies: Replies) -> Tensor:
-        """Store whose replies, to this `version` of the model, are under way. Return their slots."""
+        """Store the replies to this `version` of the model that are under way.
+
+        Args:
+            version: Version of the model.
+            replies: The replies, in a simulation before their time of arrival.
+
+        Returns:
+            Their slots, `[r]`.
+        """
         if self.plan.remote:
-            assert replies.exchange is not None, "the federation gives it"
+            assert replies.exchange is not None, "the federation sets it"
             self.enter(version, replies.exchange)
             self.store(replies.slots, until=self.state["now"].expand(len(replies)))
             return replies.slots
@@ -94,8 +105,8 @@ class Arrivals(Part):
         return slots
 
     def arrived(self, round: Round) -> Tensor:
-        """Return the slots, ascending, of the first k replies, empty them, and advance the clock to
-        the last of these.
+        """Return the slots of the first k replies in ascending order, empty them, and advance the
+        clock to the last of these replies.
         """
         client, until = self.state["client"], self.state["until"]
         busy = ((client >= 0) & until.isfinite()).nonzero()[:, 0]

@@ -15,15 +15,15 @@ def build(expression: str | Call | Method) -> Method:
     """Return the method of an expression.
 
     Args:
-        expression: Such as `fedmr(unit=segment, fraction=0.5)` or `my_methods:HalfStep(step=0.9)`;
-            a method is returned as it is.
+        expression: Text such as `fedmr(unit=segment, fraction=0.5)` or
+            `my_methods:HalfStep(step=0.9)`. A method is returned unchanged.
 
     Returns:
         An algorithm, or parts around one.
 
     Raises:
-        UnknownName: If nothing is registered under a name.
-        InvalidValue: If a value or a parameter does not fit, or parts do not fit together.
+        UnknownName: If a name is not registered.
+        InvalidValue: If a value or a parameter is not allowed, or parts do not fit together.
     """
     if isinstance(expression, Method):
         require_fitting(expression)
@@ -31,12 +31,12 @@ def build(expression: str | Call | Method) -> Method:
     if not isinstance(expression, str | Call):
         kind = "class" if isinstance(expression, type) else type(expression).__name__
         remedy = "give an object such as FedMR(), or text such as 'fedmr'"
-        raise InvalidValue(f"no method but a {kind}: {remedy}")
+        raise InvalidValue(f"expected a method, got a {kind}: {remedy}")
     call = parse(expression) if isinstance(expression, str) else expression
     if call.until is not None:
         until = quoted(call.until, str)
         raise InvalidValue(
-            f"{quoted(call, str)}: a last round (:{until}) belongs inside stages(...)"
+            f"{quoted(call, str)}: a last round (:{until}) is only allowed inside stages(...)"
         )
     name = call.name
     if ":" in name and name not in algorithms:
@@ -55,12 +55,12 @@ def build(expression: str | Call | Method) -> Method:
 
 
 def _registered(path: str) -> str:
-    """Return the name under which the class at `module:Class` is registered, or else register it by
-    its path.
+    """Return the name under which the class at `module:Class` is registered. If there is none,
+    register it by its path.
     """
     kind = found_at(path, "algorithm", "a registered name or 'package.module:Class'")
     if not (isinstance(kind, type) and issubclass(kind, Method)):
-        reason = "is no method: a method is a class that extends fedloom.Algorithm"
+        reason = "is not a method: give a class that extends fedloom.Algorithm"
         raise InvalidValue(f"algorithm {quoted(path)} {reason}")
     entry = algorithms.of(kind)
     if entry is None:
@@ -70,6 +70,6 @@ def _registered(path: str) -> str:
 
 def _stage(value: Any) -> tuple[Method, Any]:
     if not isinstance(value, Call):
-        example = "is not a method with its last round, such as fedavg:100"
-        raise InvalidValue(f"{quoted(value, show)} {example}")
+        reason = "is not a method with its last round, such as fedavg:100"
+        raise InvalidValue(f"{quoted(value, show)} {reason}")
     return build(replace(value, until=None)), value.until

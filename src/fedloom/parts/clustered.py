@@ -1,4 +1,4 @@
-"""CluSamp: draw clients from clusters of similar ones, so that every round represents the
+"""CluSamp: draw clients from clusters of similar clients, so that every round represents the
 federation.
 """
 
@@ -19,39 +19,40 @@ from fedloom.records import Plan, Replies, Selection
 from fedloom.round import Round
 
 BLOCK_NUMBERS = 1 << 23
-"""Numbers of stored displacements that are compared at a time (64 MiB in double precision)."""
+"""Numbers of stored displacements that are compared in one block (64 MiB in double precision)."""
 
 Distribution = dict[int, int]
-"""Mass of each client: client i has n_i m over all clusters, a full cluster sum_j n_j; integers,
-whose sums are exact.
+"""Mass of each client: client i has n_i m over all clusters, a full cluster has sum_j n_j. Masses
+are integers, since their sums are exact.
 """
 
 
 @algorithms.register("clustered")
 class Clustered(Part):
-    """CluSamp's selection for any method: each of the m participants is drawn from a cluster of its
-    own.
+    """CluSamp's selection for any method: each of the m participants is drawn from a separate
+    cluster.
 
     Cluster k is a distribution W_k over clients with sum_i W_k[i] = 1 and sum_k W_k[i] = m n_i /
-    sum_j n_j. Each draw weighs 1/m, so that averages are unbiased; a client drawn c times trains
-    once and weighs c/m. Methods that average uniformly ignore weights. Where a method has a model
-    for each participant (FedMR, Indep, FedMut), the m clients must differ: a draw of a taken client
-    is repeated among the free ones of its cluster, or of all if none is left, and weights are
-    equal. The server stores the displacements G_i of the clients that took part, and the N x N
-    distances.
+    sum_j n_j. Each draw has weight 1/m, so that averages are unbiased; a client drawn c times
+    trains once and has weight c/m. Methods that average uniformly ignore weights. If a method has a
+    model for each participant (FedMR, Indep, FedMut), the m clients must differ: a draw of an
+    already drawn client is repeated among the remaining clients of its cluster, or of all clusters
+    if none remains, and weights are equal. The server stores the displacements G_i of the clients
+    that took part, and the N x N distances.
     Source: Fraboni et al. 2021.
-    Use it when few of many clients take part in a round and similar ones should not crowd out the
-    rest.
+    Use it when few of many clients take part in a round and each round should contain clients of
+    all kinds.
 
     Args:
-        by: `size` fills the clusters in turn with the clients by falling number of samples
-            (algorithm 1). `similarity` groups clients by their last displacements G_i (trained -
-            sent `[T]`, at first 0) with Ward linkage on the rows of their distances, cut where a
-            group would exceed a cluster; the m largest groups open the clusters, and the other
-            clients fill them in random order (algorithm 2).
-        distance: Between displacements: `cosine` (the angle; 0 for a zero vector), `l1` or `l2`
-            (squared).
-        weight: `size` weighs a draw by the client's samples (FedMR's code, biased).
+        by: `size` fills the clusters one after another with the clients in descending order of
+            samples (algorithm 1). `similarity` groups clients by their last displacements G_i
+            (trained - sent `[T]`, initially 0) with Ward linkage on the rows of their distances,
+            cut where a group would exceed a cluster; the m largest groups open the clusters, and
+            the other clients fill them in random order (algorithm 2).
+        distance: Distance between displacements: `cosine` (the angle; 0 for a zero vector), `l1` or
+            `l2` (squared).
+        weight: `uniform`, or `size` to weight a draw by the client's samples (FedMR's code,
+            biased).
     """
 
     by: Literal["similarity", "size"] = "similarity"
@@ -92,8 +93,7 @@ class Clustered(Part):
             return Selection(_draw_distinct(clusters, round.clients, generator))
         drawn = [_draw(cluster, generator) for cluster in clusters]
         clients = tuple(dict.fromkeys(drawn))
-        # Averages divide by the sum of the weights: a client drawn c times weighs c, which is c/m
-        # exactly.
+        # Averages divide by the sum of the weights, so a weight of c is exactly c/m.
         weights = {client: self.sizes[client] if self.weight == "size" else 1 for client in clients}
         return Selection(
             clients,
@@ -117,8 +117,8 @@ class Clustered(Part):
         self.state["distance"] = self._updated_distances(clients)
 
     def _updated_distances(self, clients: list[int]) -> Tensor:
-        """Return the N x N distances after new displacements of `clients`; 0 for clients without
-        one.
+        """Return the N x N distances after new displacements of `clients`. Clients without a
+        displacement count as 0.
         """
         result, displacements = self.state["distance"].clone(), self._displacements(clients)
         origin = torch.zeros_like(displacements[:1])
@@ -145,20 +145,24 @@ class Clustered(Part):
 
 @algorithms.register("clusamp")
 class CluSamp(Clustered):
-    """CluSamp: FedAvg whose participants are drawn from clusters of clients with similar updates.
+    """CluSamp: FedAvg with participants drawn from clusters of clients with similar updates.
 
-    `clustered(fedavg)` with the papers' choices: clusters by the angle between the clients' last
-    displacements, each draw weighing 1/m. Source: Fraboni et al. 2021; FedMR, section 5.
-    Use it when few of many unlike clients take part in a round: it represents the federation better
-    than a uniform draw.
+    This is `clustered(fedavg)` with the papers' choices: clusters by the angle between the clients'
+    last displacements, and weight 1/m for each draw. Source: Fraboni et al. 2021; FedMR, section 5.
+    Use it when few of many different clients take part in a round: it represents the federation
+    better than a uniform draw.
     """
 
     method: Method = field(init=False, default_factory=FedAvg)
 
 
 def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
-    """Return the distances `[k, c]` between the rows of `a [k, T]` and `b [c, T]`; the angle is 0
-    where a row is zero.
+    """Return the distances between displacements, `[k, c]`.
+
+    Args:
+        a: Displacements, `[k, T]`.
+        b: Displacements, `[c, T]`.
+        distance: `cosine`, `l1` or `l2`. The angle is 0 where a row is zero.
     """
     if distance == "l1":
         return torch.cdist(a, b, p=1)
@@ -170,8 +174,12 @@ def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
 
 
 def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
-    """Fill the clusters in turn with clients by falling number of samples (algorithm 1); a client
-    may be split.
+    """Fill the clusters one after another with clients in descending order of samples (algorithm
+    1). A client can be in several.
+
+    Args:
+        sizes: Number of samples of each client.
+        count: Number of clusters.
     """
     clusters: list[Distribution] = [{} for _ in range(count)]
     order = sorted(range(len(sizes)), key=lambda client: (-sizes[client], client))
@@ -180,11 +188,16 @@ def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
 
 
 def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[list[int]]:
-    """Return groups of clients of at most one cluster's mass: the largest subtrees of the Ward
-    linkage that fit, and clients that alone exceed a cluster. The rows of `distance [N, N]` are the
-    observations, as in FedMR's code.
+    """Return groups of clients that fit into a cluster: the largest such subtrees of the Ward
+    linkage. A client that exceeds a cluster is a separate group.
+
+    Args:
+        distance: Distances between clients, `[N, N]`. Its rows are the observations, as in FedMR's
+            code.
+        sizes: Number of samples of each client.
+        count: Number of clusters.
     """
-    # a fifth of what PyTorch takes to import, and only this needs it
+    # Imported here, since it adds a fifth to the time to import PyTorch.
     from scipy.cluster.hierarchy import to_tree, ward
     from scipy.spatial.distance import pdist
 
@@ -205,8 +218,13 @@ def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[l
 def clusters_of_groups(
     groups: list[list[int]], order: list[int], sizes: list[int], count: int
 ) -> list[Distribution]:
-    """Open clusters with the `count` heaviest groups; the other clients fill them in this order
-    (algorithm 2).
+    """Open clusters with the heaviest groups, and fill them with the other clients (algorithm 2).
+
+    Args:
+        groups: Groups of clients.
+        order: Order in which the other clients fill the clusters.
+        sizes: Number of samples of each client.
+        count: Number of clusters.
     """
     capacity, mass = sum(sizes), {client: size * count for client, size in enumerate(sizes)}
     heaviest = sorted(groups, key=lambda group: (-sum(sizes[client] for client in group), group))[
@@ -215,7 +233,7 @@ def clusters_of_groups(
     clusters: list[Distribution] = [{} for _ in range(count)]
     for cluster, group in zip(clusters, heaviest, strict=False):
         for client in group:
-            # a client heavier than a cluster overflows into others
+            # The rest of a client that exceeds a cluster goes into other clusters.
             cluster[client] = min(mass[client], capacity)
             mass[client] -= cluster[client]
     _pour(((client, mass[client]) for client in order), clusters, capacity)
@@ -223,8 +241,8 @@ def clusters_of_groups(
 
 
 def _pour(masses: Iterable[tuple[int, int]], clusters: list[Distribution], capacity: int) -> None:
-    """Fill the clusters in order, each to `capacity`, with the clients' masses in order; a client
-    may be split.
+    """Fill the clusters in order, each up to `capacity`, with the clients' masses in order. A
+    client can be in several.
     """
     room = [capacity - sum(cluster.values()) for cluster in clusters]
     k = 0
@@ -239,7 +257,7 @@ def _pour(masses: Iterable[tuple[int, int]], clusters: list[Distribution], capac
 
 
 def _draw(cluster: Distribution, generator: torch.Generator) -> int:
-    """Draw a client by its mass."""
+    """Draw a client with a probability proportional to its mass."""
     ends = list(itertools.accumulate(cluster.values()))
     return list(cluster)[bisect.bisect(ends, int(torch.randint(ends[-1], (), generator=generator)))]
 

@@ -1,4 +1,4 @@
-"""Base of parts that code uploads in fewer bits, fewer numbers or matrices of low rank."""
+"""Base of parts that compress uploads: fewer bits, fewer numbers or matrices of low rank."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from fedloom.records import Message, Specs, TensorSpec
 from fedloom.round import Round
 
 CODE_NUMBERS = ("values", "factors")
-"""Names of floats in a code, which another code may code again."""
+"""Names of the floats in a code. Another part can code them again."""
 
 Streams = Callable[[], list[torch.Generator]]
 """Returns a random stream for each client of a cohort."""
@@ -26,37 +26,57 @@ class Codec(Part):
     """Codes uploads.
 
     A client codes its update d_i = w_i - w of the trainable parameters, with w the model that it
-    received, and every tensor of that length (SCAFFOLD's variate). Batch-norm statistics, which
-    would stop being variances, travel in full as `rest`, and other tensors unchanged. The server
-    continues with w + decoded(d_i) as the client's model. With `feedback` a client adds the coding
-    error e_i to its next update: c_i = code(d_i + e_i), e_i <- d_i + e_i - decoded(c_i).
+    received, and every other tensor of that length (SCAFFOLD's variate). Batch-norm statistics
+    travel in full as `rest`, since coded statistics would no longer be variances. Other tensors
+    stay unchanged. The server uses w + decoded(d_i) as the client's model. With `feedback` a client
+    adds the coding error e_i to its next update: c_i = code(d_i + e_i), e_i <- d_i + e_i -
+    decoded(c_i).
     """
 
     once: ClassVar[bool] = True
     recodes: ClassVar[bool] = False
     """True if the part codes the numbers of another code again."""
     code_types: ClassVar[Mapping[str, torch.dtype]] = {}
-    """Types of tensors in the code, where they are not that of the model."""
+    """Types of tensors in the code that differ from the model's type."""
     requires: ClassVar[tuple[str, ...]] = ("one update",)
 
     @abstractmethod
     def code_shapes(self, size: int, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of each tensor in the code of `size` numbers."""
+        """Return the shape of each tensor in the code of `size` numbers, by name."""
 
     @abstractmethod
     def encode_rows(self, rows: Tensor, streams: Streams, layout: Layout) -> dict[str, Tensor]:
-        """Return the code, tensors `[k, ...]`, of `rows [k, n]`."""
+        """Code rows.
+
+        Args:
+            rows: Rows, `[k, n]`.
+            streams: Returns the random streams of the clients.
+            layout: Layout of the model.
+
+        Returns:
+            The tensors of the code by name, `[k, ...]`.
+        """
 
     @abstractmethod
     def decode_rows(self, code: Mapping[str, Tensor], size: int, layout: Layout) -> Tensor:
-        """Return the rows `[k, size]` of a code."""
+        """Decode rows.
 
-    # --- what is coded ---
+        Args:
+            code: The tensors of the code by name, `[k, ...]`.
+            size: Number of columns of a row.
+            layout: Layout of the model.
+
+        Returns:
+            The rows, `[k, size]`.
+        """
+
+    # --- the coded tensors ---
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]], inner: Inner) -> dict[str, int]:
-        """Return which tensors of a reply are coded, and how many of their numbers.
+        """Return the number of coded columns of each coded tensor of a reply, by name.
 
-        The numbers of another code, if there is one; else the model and tensors as long as it.
+        If `recodes` is set and the reply contains another code, these are its numbers; otherwise
+        the model and tensors of the same length.
         """
         if self.recodes:
             codes = {
@@ -91,7 +111,7 @@ class Codec(Part):
         return coded
 
     def _code(self, cohort: Cohort, name: str, rows: Tensor) -> dict[str, Tensor]:
-        """Return the code of `rows [k, n]`, with feedback of the errors before."""
+        """Return the code of `rows [k, n]`, with feedback of earlier errors."""
         layout, size, own_name = cohort.layout, rows.shape[1], name_of(self)
         feedback, error_name = getattr(self, "feedback", False), f"{own_name}_error_{name}_{size}"
         if feedback:
@@ -113,8 +133,14 @@ class Codec(Part):
 
 
 def update_sizes(shapes: Mapping[str, tuple[int, ...]], inner: Inner) -> dict[str, int]:
-    """Return which tensors are an update of the model or as long as one, and their trainable
-    numbers.
+    """Find the tensors that are an update of the model or as long as one.
+
+    Args:
+        shapes: Shapes of the tensors of a message by name, for one client.
+        inner: The algorithm and the parts inside.
+
+    Returns:
+        The number of trainable columns of each such tensor by name.
     """
     plan = inner.algorithm.plan
     trainable = plan.layout.trainable
@@ -128,7 +154,14 @@ def update_sizes(shapes: Mapping[str, tuple[int, ...]], inner: Inner) -> dict[st
 
 
 def packed(name: str, rows: Tensor, size: int, code: Mapping[str, Tensor]) -> Message:
-    """Return the code of the first `size` numbers of `rows`, and the other numbers as `rest`."""
+    """Return the message of a coded tensor.
+
+    Args:
+        name: Name of the tensor.
+        rows: The tensor before coding, `[k, m]`.
+        size: Number of coded columns, which come first. The remaining columns become `rest`.
+        code: Tensors of the code by name.
+    """
     message = {f"{name}.{key}": tensor for key, tensor in code.items()}
     if rows.shape[1] > size:
         message[f"{name}.rest"] = rows[:, size:]
@@ -136,7 +169,7 @@ def packed(name: str, rows: Tensor, size: int, code: Mapping[str, Tensor]) -> Me
 
 
 def with_rest(message: Message, name: str, rows: Tensor) -> Tensor:
-    """Return decoded `rows` with the other numbers of the tensor, which are removed from the
+    """Return the decoded columns and the remaining columns of a tensor, which are removed from the
     message.
     """
     if f"{name}.rest" in message:

@@ -1,4 +1,4 @@
-"""The course of a run: which pipeline makes which round."""
+"""The course of a run: the pipeline of each round."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,17 +21,21 @@ from fedloom.parts.stages import Stages, stages_in
 from fedloom.records import Message, Plan
 
 LATER_STAGE = 2
-"""Stands for the first round of a later stage, where it is not known."""
+"""Used as the first round of a later stage if it is unknown."""
 
 Choose = Callable[[Stages], int]
-"""Returns the stage of `Stages` that leads."""
+"""Returns the present stage of `Stages`."""
 
 
 def flatten(method: Method, choose: Choose, number: int = 0) -> Pipeline:
-    """Return the pipeline of an expression, in which `choose` decides between stages.
+    """Return the pipeline of an expression.
 
-    Stages are a part of the pipeline where they end by themselves, since clients then return a
-    loss.
+    `Stages` are a part of the pipeline only in an `auto` stage, since clients then return a loss.
+
+    Args:
+        method: The expression.
+        choose: Returns the present stage of each `Stages`.
+        number: Number of the round.
     """
     parts: list[Part] = []
     stage = None
@@ -51,13 +55,13 @@ def flatten(method: Method, choose: Choose, number: int = 0) -> Pipeline:
 
 
 def pipelines(method: Method) -> Iterator[Pipeline]:
-    """Yield the pipelines of all stages, the first one first."""
+    """Yield the pipelines of all stages, starting with the first."""
     for chosen in _choices(method):
         yield flatten(method, lambda stages, chosen=chosen: chosen[id(stages)])  # type: ignore[misc]
 
 
 def _choices(method: Method) -> Iterator[dict[int, int]]:
-    """Yield the leading stages, by the id of each `Stages`, of all pipelines."""
+    """Yield the present stage of each `Stages`, by its id, for all pipelines."""
     if isinstance(method, Algorithm):
         yield {}
     elif isinstance(method, Stages):
@@ -70,7 +74,7 @@ def _choices(method: Method) -> Iterator[dict[int, int]]:
 
 
 def require_fitting(method: Method) -> None:
-    """Raise `InvalidValue` unless the parts of an expression fit each other and the algorithm, in
+    """Raise `InvalidValue` unless the parts of an expression fit each other and the algorithm in
     all stages.
     """
     all_pipelines = list(pipelines(method))
@@ -80,7 +84,13 @@ def require_fitting(method: Method) -> None:
 
 
 def client_pipeline(method: Method, number: int, inbox: Message) -> Pipeline:
-    """Return the pipeline of a round at a site, which reads a chosen stage from its inbox."""
+    """Return the pipeline of a round at a site.
+
+    Args:
+        method: The expression.
+        number: Number of the round.
+        inbox: The server's message. It contains the stage if the run chooses it.
+    """
     first_rounds: dict[int, int] = {}
 
     def choose(stages: Stages) -> int:
@@ -96,32 +106,34 @@ def client_pipeline(method: Method, number: int, inbox: Message) -> Pipeline:
         if first_rounds.get(id(stages), 1) > 1:
             inside = flatten(stages.stages[choose(stages)][0], choose)
             for component in inside.components():
-                if "plan" in vars(component):  # else the method was not set up
+                if "plan" in vars(component):  # otherwise the method was not set up
                     first_round = max(component.plan.first_round, first_rounds[id(stages)])
                     component.plan = replace(component.plan, first_round=first_round)
     return pipeline
 
 
 class Course:
-    """The pipelines of a run by round, and the state of all of them.
+    """The pipelines of a run by round, and their state.
 
-    Parts around stages are the same objects in all stages, so their state goes on. A stage is set
-    up when it begins, from the global model of the stage before, and has no state before and after.
+    Parts around stages are the same objects in all stages, so their state persists. A stage is set
+    up when it begins, from the global model of the stage before. It has no state before and after.
 
     Attributes:
-        method: The expression as written.
-        watch: Watches the work of clients in this process.
+        method: The expression.
+        watch: Observes the work of clients in this process.
     """
 
     def __init__(self, method: Method) -> None:
         self.method = method
         self.watch: Watch | None = None
-        self._made: dict[int, Pipeline] = {}  # pipelines of the present rounds, by number
+        self._made: dict[int, Pipeline] = {}  # pipelines of the present stage by round
         self._has_stages = any(stages_in(method))
 
     def setup(self, plan: Plan) -> None:
-        """Set up the first stage. Raises `InvalidValue` if the parts of any stage do not fit
-        together.
+        """Set up the first stage.
+
+        Raises:
+            InvalidValue: If the parts of any stage do not fit together.
         """
         self.plan = plan
         self._made = {}
@@ -130,7 +142,7 @@ class Course:
         for pipeline in all_pipelines:
             pipeline.algorithm.setup(plan)
             for part in pipeline.parts:
-                part.plan = plan  # `expects` may read it before the part is set up
+                part.plan = plan  # `expects` can read it before the part is set up
             require_combination(pipeline)
         require_units(self.method, all_pipelines)
         done: set[int] = set()
@@ -145,7 +157,9 @@ class Course:
             stages.forget()
 
     def at(self, number: int) -> Pipeline:
-        """Return the pipeline of a round; where the run chooses stages, that of the present stage."""
+        """Return the pipeline of a round. If the run chooses stages, it is the pipeline of the
+        present stage.
+        """
         if not self._has_stages:
             number = 0  # all rounds have one pipeline
         if number not in self._made:
@@ -155,7 +169,7 @@ class Course:
         return pipeline
 
     def next(self, number: int) -> None:
-        """Begin the stage of the round after `number`, if it is another one."""
+        """Begin the stage of the round after `number`, if it differs from the present stage."""
         if not self._has_stages:
             return
         self._made = {}
@@ -170,7 +184,7 @@ class Course:
                 self._set_up_stage(stages)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of all components that have one, by path."""
+        """Return the state of all components by path."""
         return state_of(self.method)
 
     def require_state(self, state: Mapping[str, Tensor]) -> None:
@@ -183,7 +197,7 @@ class Course:
             raise CheckpointError(f"the state of {self.method} {reason}")
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned."""
+        """Restore a state that `state` returned."""
         self._made = {}
         restore_state(self.method, state)
         for stages in self._leading_stages():
@@ -196,7 +210,7 @@ class Course:
         return flatten(self.method, _present_stage)
 
     def _leading_stages(self) -> list[Stages]:
-        """Return the stages on the way to the present algorithm, outermost first."""
+        """Return the `Stages` around the present algorithm, outermost first."""
         leading: list[Stages] = []
 
         def choose(stages: Stages) -> int:
@@ -207,11 +221,11 @@ class Course:
         return leading
 
     def _set_up_stage(self, stages: Stages) -> None:
-        """Set up the present stage of `stages` and all that is inside."""
+        """Set up the present stage of `stages` and its components."""
         plan = self.plan
         for outer in self._leading_stages():
             if _present_stage(outer):
-                # Checkpoints of earlier versions do not say how the stage began.
+                # Checkpoints of earlier versions do not contain the start of the stage.
                 known = outer.first_round(_present_stage(outer)) or LATER_STAGE
                 first_round = int(outer.state.get("first_round", max(plan.first_round, known)))
                 initial = outer.state.get("initial", plan.initial)
@@ -226,7 +240,7 @@ class Course:
 
 
 def _pipeline_of(method: Method, number: int) -> Pipeline:
-    """Return the pipeline of a round. It does not refer to the course, so that a run is freed at
+    """Return the pipeline of a round. It has no reference to the course, so that a run is freed at
     once.
     """
 
@@ -244,7 +258,7 @@ def _present_stage(stages: Stages) -> int:
 
 
 def _set_up(pipeline: Pipeline, parts: Sequence[Part], plan: Plan) -> None:
-    """Set up the algorithm of a pipeline and these of its parts, from inside."""
+    """Set up the algorithm of a pipeline and the given parts, innermost first."""
     pipeline.algorithm.setup(plan)
     for part in reversed(parts):
         part.setup(plan, pipeline.inside(part))

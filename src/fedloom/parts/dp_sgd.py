@@ -18,10 +18,10 @@ from fedloom.records import Message, Plan, Selection
 from fedloom.training import Passes
 
 NUMBERS = 1 << 24
-"""Floats of samples' gradients in memory at a time: 64 MiB."""
+"""Largest number of floats of samples' gradients in memory: 64 MiB."""
 
 COUNTED = {"correction", "context", "learning_rate"}
-"""Options of `Cohort.fit` that leave the sampling that epsilon counts unchanged."""
+"""Options of `Cohort.fit` that do not change the sampling, for which epsilon is computed."""
 
 
 @algorithms.register("dp_sgd")
@@ -29,25 +29,25 @@ class DPSGD(AccountedByClient):
     """Differential privacy of single samples: every client trains by DP-SGD, so that its uploads do
     not reveal any sample.
 
-    In each local step every one of the client's n samples enters the batch independently with
-    probability q = B / n, B = `batch_size` (at most n). With g_i the gradient of sample i alone, C
-    = `clip`, z = `noise`, the step's gradient is
+    In each local step each of the client's n samples enters the batch independently with
+    probability q = B / n, B = `batch_size` (at most n). With g_i the gradient of only sample i, C =
+    `clip`, z = `noise`, the step's gradient is
 
         (sum_i g_i min(1, C / |g_i|) + z C m) / (q n),    m standard normal
 
     A method's correction, weight decay, momentum and the optimizer follow as usual. Each step is
     one release of the sampled Gaussian mechanism, for adding or removing one sample of a client
-    whose n is known. `epsilon` is the largest of any client, over all its steps in all rounds, and
-    over real sites of the noisy statistics of the run's folder before them.
+    with known n. `epsilon` is the largest epsilon of any client, over all its steps in all rounds;
+    over real sites it includes the noisy statistics that were released before, as recorded in the
+    run's folder.
 
     Training losses are not recorded, and evaluations of clients' data are not private. Batches and
     noise come from the run's streams in a simulation, and from the system's cryptographic generator
-    over real sites. Inner methods must train once a round by `cohort.fit` and upload the model
-    alone; other reads of clients' data are refused.
+    over real sites. Inner methods must train once per round by `cohort.fit` and upload only the
+    model; other uses of clients' data are refused.
     Source: Abadi et al. 2016, "Deep learning with differential privacy", algorithm 1; Mironov et
     al. 2019 (accounting).
-    Use it where clients are few and hold data of many people each: hospitals rather than
-    telephones.
+    Use it where clients are few and hold data of many people each, such as hospitals.
     """
 
     requires: ClassVar[tuple[str, ...]] = (
@@ -62,18 +62,18 @@ class DPSGD(AccountedByClient):
         super().setup(plan, inner)
         if has_batch_norm(plan.module):
             raise InvalidValue(
-                "dp_sgd: batch norm mixes the samples of a batch: use group norm instead"
+                "dp_sgd: batch norm mixes the samples of a batch. Use group norm instead"
             )
         if plan.remote and self.noise is None:
-            reason = "a site cannot choose it by the others' samples"
-            raise InvalidValue(f"dp_sgd: over real sites give noise: {reason}")
+            reason = "a site cannot compute it, since it depends on the samples of other sites"
+            raise InvalidValue(f"dp_sgd: set noise over real sites: {reason}")
 
     def counted(self, selection: Selection) -> tuple[int, ...]:
-        return (*selection.clients, *selection.idle)  # those that upload nothing too
+        return (*selection.clients, *selection.idle)  # clients without an upload count too
 
     def cost(self, extra: int = 0) -> float:
-        """Return epsilon of the client that has spent most: among equal sizes, the one that trained
-        most often.
+        """Return the largest epsilon of a client: for each size, of the client that trained most
+        often.
         """
         sizes, of = self.plan.sizes(torch.arange(self.plan.clients)).unique(return_inverse=True)
         most = torch.zeros_like(sizes).scatter_reduce(0, of, self.state["releases"], "amax") + extra
@@ -84,8 +84,12 @@ class DPSGD(AccountedByClient):
         )
 
     def solve(self, target: float, rounds: int) -> float:
-        """Return the noise for the client with the fewest samples, whose share is largest; more if
-        another one spends more.
+        """Return the noise for the client with the fewest samples, since its sampling rate is
+        largest. It is larger if another client has a larger epsilon.
+
+        Args:
+            target: Largest epsilon.
+            rounds: Number of rounds.
         """
         sizes = self.plan.sizes(torch.arange(self.plan.clients)).unique()
         noise, spent = 0.0, dict.fromkeys(self._kinds(sizes, torch.full_like(sizes, rounds)), 0.0)
@@ -96,7 +100,7 @@ class DPSGD(AccountedByClient):
         return noise
 
     def _kinds(self, sizes: Tensor, rounds: Tensor) -> list[tuple[float, int]]:
-        """Return (q, steps) for clients with `sizes [s]` samples that have trained in `rounds [s]`
+        """Return (q, steps) for clients with `sizes [s]` samples after training in `rounds [s]`
         rounds.
         """
         steps = self.plan.training.local_steps(sizes) * rounds
@@ -112,13 +116,13 @@ class DPSGD(AccountedByClient):
             cohort, self.bound(), self.noise_multiplier(), self.plan.remote, str(self.method)
         )
         reply = inner.train(private, inbox)
-        cohort.metrics.clear()  # losses are of the client's data too
+        cohort.metrics.clear()  # losses also depend on the client's data
         return reply
 
 
 class PrivateCohort(Cohort):
-    """One client whose `fit` is DP-SGD, once a round and by the settings; any other read of its
-    samples is refused.
+    """One client with DP-SGD as its `fit`, once per round and with the run's settings. Any other
+    access to its samples is refused.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class PrivateCohort(Cohort):
         self.clip, self.noise, self.remote, self.method = clip, noise, remote, method
         self.count = int(self.sizes)
         self.expected = min(self.count, self.training.batch_size or self.count)  # in a batch
-        self._fits: list[Tensor] = []  # where they began, of all copies of this cohort
+        self._fits: list[Tensor] = []  # start of each fit, shared by all copies of this cohort
         self._fitting = False
 
     @property
@@ -148,7 +152,8 @@ class PrivateCohort(Cohort):
             _ = self._samples
         if getattr(self.flat_module.objective, "class_weights", ()):
             raise InvalidValue(
-                "dp_sgd: class_weights are divided by those of the whole batch: leave them out"
+                "dp_sgd: class_weights are divided by their sum over the batch, which mixes "
+                "samples. Remove class_weights"
             )
         stream = None if self.remote else self.round.stream("dp_sgd noise", self.clients[0])
 
@@ -160,7 +165,7 @@ class PrivateCohort(Cohort):
                 chunk = Batch(batch.inputs[:, columns], batch.labels[:, columns], batch.step)
                 losses, gradients = self.flat_module.sample_gradients(rows, chunk, loss_fn, context)
                 shares, lengths = clip_factors(gradients, self.clip)
-                # another sample counts as zero: a refused reply would show it
+                # A NaN or infinite gradient counts as 0, since a refused reply would reveal it.
                 finite = lengths.isfinite()
                 shares, gradients = (
                     shares.where(finite, 0).to(gradients),
@@ -181,7 +186,7 @@ class PrivateCohort(Cohort):
             self._fitting = False
 
     def _lock_steps(self, passes: Passes, **options: Any) -> Iterator[LockStep]:
-        """Return the batches of `fit`, which each sample enters by chance."""
+        """Return the batches of `fit`. Each sample enters a batch at random."""
         if not self._fitting:
             _ = self._samples
         generator, share = self.stream("dp_sgd batches")[0], self.expected / self.count
@@ -199,4 +204,7 @@ class PrivateCohort(Cohort):
 
 
 def _uncounted(method: str) -> str:
-    return f"dp_sgd: clients of {method} do more with their samples than one local training, which epsilon leaves out"
+    return (
+        f"dp_sgd: clients of {method} use their samples for more than one local training, "
+        "which epsilon does not count"
+    )

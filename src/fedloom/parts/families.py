@@ -21,7 +21,7 @@ FAMILIES = {
 
 
 def family_of(entry: Entry[type[Method]]) -> str:
-    """Return the name of a method's family; `composing` is for parts that need an inner method."""
+    """Return the name of a method's family. Parts that need an inner method are in `composing`."""
     make: Any = entry.make
     for name in {"method", "stages"} & entry.parameters.keys():
         if entry.parameters[name].default is inspect.Parameter.empty:

@@ -7,17 +7,17 @@ from fedloom.parts.stale import StaleReplies
 
 @algorithms.register("fedasync")
 class FedAsync(StaleReplies):
-    """FedAsync: every reply changes the model at once, the less the staler it is.
+    """FedAsync: every reply changes the model at once, with a smaller weight the staler it is.
 
-    For the model w_i of a client that was sent one tau versions ago:
+    For the model w_i of a client that received the model tau versions ago:
 
         w <- (1 - a) w + a w_i,   a = alpha (1 + tau)^-`staleness`
 
-    C clients train at a time (see `Arrivals`). The client half is that of the inner method:
-    `fedasync(fedprox)` keeps the paper's proximal term. Time is the clock's, `simulated_seconds`.
+    C clients train at the same time (see `Arrivals`). Clients train as in the inner method:
+    `fedasync(fedprox)` has the paper's proximal term. `simulated_seconds` is the time on the clock.
     Source: Xie et al. 2019, "Asynchronous federated optimization", algorithm 1, polynomial
     weighting.
-    Use it when single clients are to count at once; `fedbuff` has less random steps.
+    Use it when each reply should change the model at once; the steps of `fedbuff` vary less.
 
     Args:
         alpha: Weight of a fresh reply (paper: 0.6).

@@ -8,24 +8,24 @@ from fedloom.parts.stale import StaleReplies
 
 @algorithms.register("fedbuff")
 class FedBuff(StaleReplies):
-    """FedBuff: buffered asynchronous aggregation. C clients train at a time, and the server steps
-    whenever `k` have answered.
+    """FedBuff: buffered asynchronous aggregation. The server makes a step when `k` of C training
+    clients have replied.
 
-    With u_i = w_i - w_(t - tau) the update of a client that was sent a model tau versions ago, the
+    With u_i = w_i - w_(t - tau) the update of a client that received a model tau versions ago, the
     inner method receives
 
         w_t + u_i (1 + tau_i)^-`staleness`
 
-    for the models of these k clients: `fedbuff(fedavg, k=10)` steps by their mean,
-    `fedbuff(fedavg(weighted=false))` is the paper's. Batch-norm statistics move from those of w_t
-    towards the client's. k = C is the inner method, bit for bit. Time is the clock's,
-    `simulated_seconds`; see `Arrivals` for rounds.
+    as the models of these k clients: `fedbuff(fedavg, k=10)` steps by their mean,
+    `fedbuff(fedavg(weighted=false))` is the paper's method. Batch-norm statistics move from w_t's
+    towards the client's. k = C is the inner method, bit for bit. `simulated_seconds` is the time on
+    the clock; see `Arrivals` for rounds.
     Source: Nguyen et al. 2022, "Federated learning with buffered asynchronous aggregation",
     algorithm 1.
-    Use it when a few slow clients hold up every round.
+    Use it when a few slow clients delay every round.
 
     Args:
-        k: Replies in a step (paper: 10).
+        k: Number of replies in a step (paper: 10).
         staleness: Exponent of the discount (paper: 0.5).
     """
 

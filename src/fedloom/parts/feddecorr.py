@@ -21,8 +21,8 @@ class FedDecorr(LossTerm):
     costs little.
 
     Args:
-        method: Method whose clients train, such as fedavg or fedmr.
-        beta: Weight of the term (authors: 0.1); 0 is the method itself.
+        method: Inner method, such as fedavg or fedmr.
+        beta: Weight of the term (authors: 0.1); 0 is the inner method.
     """
 
     beta: NonNegative = 0.1
@@ -39,6 +39,6 @@ class FedDecorr(LossTerm):
             return loss
         scale = (features.var(0, keepdim=True) + 1e-8).sqrt()
         standard = (features - features.mean(0, keepdim=True)) / scale
-        # ||Z^T Z||_F = ||Z Z^T||_F, and batches are smaller than features.
+        # ||Z^T Z||_F = ||Z Z^T||_F, and Z Z^T is smaller, since batches are smaller than features.
         squares = (standard @ standard.mT).square().sum() - standard.square().sum(0).square().sum()
         return loss + self.beta * squares / (width * (width - 1)) / count

@@ -19,13 +19,14 @@ class FedLC(LossTerm):
     """Logit calibration: clients train on the logits s_c - tau n_c^(-1/4), with n_c the client's
     samples of class c.
 
-    A class that a client lacks is left out of the softmax. Models are scored by their own logits.
-    Source: Zhang et al. 2022 (FedLC), equation 8, over all classes as every public code has it.
-    Use it when the numbers of samples by class differ much within clients; it costs nothing.
+    The softmax omits classes without samples at the client. Models are scored by their own logits.
+    Source: Zhang et al. 2022 (FedLC), equation 8, over all classes as in all public code.
+    Use it when the numbers of samples per class differ much within clients; it costs almost
+    nothing.
 
     Args:
-        method: Method whose clients train, such as fedavg or fedmr.
-        tau: Strength of the calibration; 0 is the method itself.
+        method: Inner method, such as fedavg or fedmr.
+        tau: Strength of the calibration; 0 is the inner method.
     """
 
     tau: NonNegative = 1.0

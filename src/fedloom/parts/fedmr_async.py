@@ -15,7 +15,7 @@ from fedloom.round import Round
 
 
 class PoolOfArrivals(FedMR):
-    """FedMR whose server recombines only the models that have arrived, in the slots of the pool."""
+    """FedMR on the server for only the models that have arrived, in their slots of the pool."""
 
     def send(self, round: Round) -> Message:
         return {"model": self.state["pool"]}
@@ -31,21 +31,21 @@ class PoolOfArrivals(FedMR):
 
 @algorithms.register("fedmr_async")
 class FedMRAsync(Arrivals):
-    """Semi-asynchronous FedMR: the models of the first `k` clients that answer are recombined and
-    sent on; the others travel on.
+    """Semi-asynchronous FedMR: the models of the first `k` replies are recombined and go to new
+    clients.
 
-    The pool has C models, one at each client that trains. When k are back, every unit of layers is
-    shuffled over these k alone (as in `fedmr`), and each goes to a new client. The global model is
-    the mean of the pool, in which a model that is under way counts as it was sent. No reply is
-    stale: a model returns to the pool that it left. k = C is FedMR, bit for bit.
+    The pool has C models, one at each training client. When k have returned, every unit of layers
+    is shuffled over only these k (as in `fedmr`), and each goes to a new client. The global model
+    is the mean of the pool; a model that is still at a client counts as it was before training. No
+    reply is stale, since a model returns to the same pool. k = C is FedMR, bit for bit.
     Source: ours; FedMR is Hu et al., KDD 2024, algorithm 1.
-    Use it where `fedmr` would, and a few slow clients hold up every round.
+    Use it where you would use `fedmr`, and a few slow clients delay every round.
 
     Args:
-        k: Models that are recombined at a time.
+        k: Number of models that are recombined in a step.
         unit: As in `fedmr`.
         fraction: As in `fedmr`.
-        blend: As in `fedmr`, without `auto`, which looks at all models of a round together.
+        blend: As in `fedmr`, without `auto`, which needs all models of a round at once.
         local: As in `fedmr`.
     """
 

@@ -23,12 +23,12 @@ class FedNTD(LossTerm):
     q and q_t are the softmaxes, at `temperature` and over the classes other than the label, of the
     trained and the received model (in evaluation mode). With two classes the term is 0. Source: Lee
     et al. 2022 (FedNTD), equations 3 and 4.
-    Use it when clients hold few classes and local training forgets the others; a step costs one
-    more forward pass.
+    Use it when clients hold few classes and local training forgets the others; a step costs an
+    additional forward pass.
 
     Args:
-        method: Method whose clients train, such as fedavg or fedmr.
-        beta: Weight of the term (authors: 1); 0 is the method itself.
+        method: Inner method, such as fedavg or fedmr.
+        beta: Weight of the term (authors: 1); 0 is the inner method.
         temperature: Temperature of both softmaxes (authors: 1).
     """
 

@@ -1,4 +1,6 @@
-"""Clipping of updates, and noise: reproducible in a simulation, cryptographic over real sites."""
+"""Clipping of updates, and noise that is reproducible in a simulation and cryptographic over real
+sites.
+"""
 
 import secrets
 from typing import Any
@@ -9,10 +11,17 @@ from torch import Tensor
 
 
 def clipped(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return each row u of `updates [k, m]` as u min(1, `clip` / |u|), and the lengths |u| `[k]`.
+    """Clip updates: each row u becomes u min(1, `clip` / |u|).
 
-    A row that is not finite counts as zero: refusing it would reveal something of the client's
-    data.
+    A row with a NaN or infinity counts as zero, since a refusal would reveal something about the
+    client's data.
+
+    Args:
+        updates: Updates, `[k, m]`.
+        clip: Largest length.
+
+    Returns:
+        The clipped updates, `[k, m]`, and the lengths |u| before, `[k]`.
     """
     shares, lengths = clip_factors(updates, clip)
     scaled = updates.double() * shares.unsqueeze(1)
@@ -20,14 +29,26 @@ def clipped(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
 
 
 def clip_factors(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return min(1, `clip` / |u|) and |u| of each row u of `updates [k, m]`, `[k]` float64."""
+    """Return the factors by which updates u are clipped.
+
+    Args:
+        updates: Updates, `[k, m]`.
+        clip: Largest length.
+
+    Returns:
+        min(1, `clip` / |u|) and |u| of each row, `[k]` float64 each.
+    """
     lengths = torch.linalg.vector_norm(updates, dim=1, dtype=torch.float64)
     return (clip / lengths.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1), lengths
 
 
 def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return standard normal float64 like `like`: by `generator`, or else the system's
-    cryptographic one (Box and Muller).
+    """Return standard normal numbers in float64, in the shape of `like`.
+
+    Args:
+        like: A tensor with the shape and device of the result.
+        generator: Source of the numbers; None for the system's cryptographic generator (Box and
+            Muller).
     """
     if generator is not None:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)

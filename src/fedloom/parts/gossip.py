@@ -13,18 +13,18 @@ from fedloom.round import Round
 
 @algorithms.register("gossip")
 class Gossip(Part):
-    """Train without a server: every client is a node with a model of its own, and averages it with
-    its neighbours.
+    """Train without a server: every client is a node with its own model, and averages it with its
+    neighbours.
 
     In each round all N nodes train from their models, Y, and mix: X <- W Y, with Metropolis weights
     on the `graph`,
 
         W_ij = 1 / (1 + max(d_i, d_j)) for neighbours i and j,   W_ii = 1 - sum_j W_ij,
 
-    d the numbers of neighbours. Rows and columns of W have sum 1, so that the mean of the models
-    stays. Nodes that do not reply keep their model, and the others mix on the graph without them.
-    The global model is the mean of all nodes; a client uses its own. Bytes are those of the edges:
-    each node sends its model to each of its neighbours.
+    with d the numbers of neighbours. Rows and columns of W have sum 1, so that the mean of the
+    models does not change. Nodes without a reply keep their model, and the others mix on the graph
+    without them. The global model is the mean of all nodes; a client uses its own. Traffic is
+    counted on the edges: each node sends its model to each of its neighbours.
     Source: Xiao and Boyd 2004 (Metropolis weights); Lian et al. 2017 (D-PSGD); Sun et al. 2021
     (DFedAvgM, for its order).
     Use it to study federations without a server.
@@ -81,7 +81,7 @@ class Gossip(Part):
         }
 
     def report(self) -> dict[str, float]:
-        """Return the bytes of all edges together, instead of those to and from a server."""
+        """Return the bytes on all edges, instead of the traffic with a server."""
         count = int(self.state["sends"]) * self.plan.initial.nbytes
         return {"bytes_down": count, "bytes_up": count}
 
@@ -93,26 +93,29 @@ class Gossip(Part):
 
 
 def adjacency(graph: str, nodes: int) -> Tensor:
-    """Return which nodes are neighbours, bool `[N, N]`, symmetric and False on the diagonal."""
-    import networkx  # slow to import, and only needed here
+    """Return True for each pair of neighbours, bool `[N, N]`, symmetric and False on the diagonal.
 
-    made = {
+    Args:
+        graph: Kind of graph, as in `Gossip`.
+        nodes: Number of nodes.
+    """
+    import networkx  # imported here, since its import is slow
+
+    network = {
         "ring": networkx.cycle_graph,
         "path": networkx.path_graph,
         "star": lambda count: networkx.star_graph(count - 1),
         "complete": networkx.complete_graph,
     }[graph](nodes)
     matrix = torch.zeros(nodes, nodes, dtype=torch.bool)
-    for first, second in made.edges:
-        if first != second:
-            matrix[first, second] = matrix[second, first] = True
+    for node, neighbour in network.edges:
+        if node != neighbour:
+            matrix[node, neighbour] = matrix[neighbour, node] = True
     return matrix
 
 
 def metropolis(neighbours: Tensor) -> Tensor:
-    """Return the Metropolis weights `[N, N]` float64 of a graph; both row sums and column sums are
-    1.
-    """
+    """Return the Metropolis weights of a graph, `[N, N]` float64. Rows and columns have sum 1."""
     degrees = neighbours.sum(1)
     largest = torch.maximum(degrees.unsqueeze(0), degrees.unsqueeze(1)).double()
     weights = torch.where(neighbours, 1 / (1 + largest), 0.0)

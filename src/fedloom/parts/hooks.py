@@ -14,7 +14,7 @@ from fedloom.round import Round
 
 
 class Inner(Protocol):
-    """What a part may ask of the algorithm and of the parts inside it."""
+    """The algorithm and the parts inside a part, as the part can use them."""
 
     algorithm: Algorithm
 
@@ -32,24 +32,28 @@ class Inner(Protocol):
         """Return the models that clients would use without the parts outside."""
 
     def expected_names(self, round: Round) -> set[str]:
-        """Return the names of what clients reply, before it is coded."""
+        """Return the names of the tensors in a reply before coding."""
 
 
 @dataclass(frozen=True)
 class Poll:
-    """A question to clients before the selection: `part` answers it at each client (`answer`)."""
+    """A question to clients before the selection. `part` answers it at each client (`answer`)."""
 
     part: "Part"
     clients: tuple[int, ...]
 
 
 class Part(Method):
-    """Something that happens around an algorithm: it overrides the hooks of the moments in which it
+    """A component around an algorithm. It overrides the hooks of the moments of a round in which it
     acts.
 
-    A part has one state and one file, and imports no other part. The pipeline calls a hook over all
-    parts, in the order of the expression; "outermost first" is the order of the text. In `train`,
-    `personalise` and `select` a part calls `inner` to go on with the parts inside it.
+    A part has its own state and file, and imports no other part. The pipeline calls a hook of all
+    parts in the order of the expression; "outermost first" is the order of the text. In `train`,
+    `personalise` and `select` a part calls `inner` to continue with the parts inside it.
+
+    The arguments are the same in all hooks: `round` describes the round, `cohort` the clients in
+    one call, `message` and `inbox` are tensors by name with one row for all clients or one for
+    each, and `inner` is the algorithm with the parts inside.
 
     Args:
         method: Inner method.
@@ -60,40 +64,43 @@ class Part(Method):
     once: ClassVar[bool] = False
     """True if a pipeline may contain the part only once."""
     hint: ClassVar[str] = ""
-    """Remedy at the end of the refusal of an algorithm that does not meet `requires`."""
+    """Remedy at the end of the error for an algorithm that does not meet `requires`."""
     requires: ClassVar[Any] = ()
     """Names of `REQUIREMENTS` that the algorithm and the parts inside must meet."""
 
     def setup(self, plan: Plan, inner: Inner) -> None:
-        """Check and store the plan, and make the initial state. The parts inside are set up before."""
+        """Check and store the plan, and create the initial state. The parts inside are set up
+        before.
+        """
         self._require_plan(plan)
         self.state = {}
 
     def hooks(self) -> frozenset[str]:
-        """Return the names of the hooks in which the part acts: by default those that it overrides."""
+        """Return the names of the hooks in which the part acts: by default the overridden hooks."""
         return hooks_of(type(self))
 
     # --- before training, on the server ---
 
     def poll(self, round: Round) -> Poll | None:
-        """Ask clients something before the selection. The outermost poll counts."""
+        """Ask clients for a number before the selection. Only the outermost poll is sent."""
         return None
 
     def answer(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
-        """Answer the poll at the clients, with rows `[k]`: one number each."""
+        """Answer the poll at the clients, with one number for each, `[k]`."""
         raise NotImplementedError
 
     def on_poll(self, replies: Replies) -> None:
-        """Read the answers to the poll, at least one."""
+        """Process the answers to the poll. There is at least one."""
 
     def select(self, round: Round, inner: Inner) -> Selection:
-        """Return the clients of the round. A function of the round and the state, called several
-        times.
+        """Return the clients of the round.
+
+        This must be a pure function of the round and the state, since it is called several times.
         """
         return inner.select(round)
 
     def message(self, round: Round, message: Message) -> Message:
-        """Return what is sent instead of the algorithm's message. Innermost first."""
+        """Return the message that replaces the algorithm's. Innermost first."""
         return message
 
     def move(self, round: Round, message: Message) -> Message:
@@ -101,7 +108,7 @@ class Part(Method):
         return message
 
     def encode_down(self, round: Round, message: Message, inner: Inner) -> Message:
-        """Return the message as it travels. Innermost first."""
+        """Return the coded message for the network. Innermost first."""
         return message
 
     def deploy(self, round: Round, clients: tuple[int, ...], message: Message) -> Message:
@@ -111,11 +118,11 @@ class Part(Method):
     # --- at the clients ---
 
     def decode_down(self, round: Round, inbox: Message, inner: Inner) -> Message:
-        """Return the inbox of what has travelled. Outermost first."""
+        """Return the inbox, decoded from the network's message. Outermost first."""
         return inbox
 
     def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
-        """Train the clients: change the cohort or the inbox, call `inner.train`, and look at the
+        """Train the clients: change the cohort or the inbox, call `inner.train`, and process the
         reply.
         """
         return inner.train(cohort, inbox)
@@ -125,26 +132,36 @@ class Part(Method):
         return inner.personalise(cohort, inbox)
 
     def corrupt(self, cohort: Cohort, inbox: Message, reply: Message, inner: Inner) -> Message:
-        """Return what malicious clients send instead, in a simulation."""
+        """Return the replies of malicious clients, in a simulation."""
         return reply
 
     def encode(self, cohort: Cohort, inbox: Message, reply: Message, inner: Inner) -> Message:
-        """Return the reply as it travels. Innermost first."""
+        """Return the coded reply for the network. Innermost first."""
         return reply
 
     # --- after training, on the server ---
 
     def expects(self, round: Round, specs: Specs) -> Specs:
-        """Return what replies contain, given what the algorithm and the parts inside expect."""
+        """Return the contents of replies.
+
+        Args:
+            round: The round.
+            specs: The contents that the algorithm and the parts inside expect.
+        """
         return specs
 
     def coded(self, round: Round, specs: Specs, inner: Inner) -> Specs:
-        """Return what coded replies contain, given what they contain before."""
+        """Return the contents of coded replies, given the contents before coding."""
         return specs
 
     def decode(self, round: Round, specs: Specs, message: Message, inner: Inner) -> Message:
-        """Return the replies, with these specifications, that were coded as `message`. Outermost
-        first.
+        """Return decoded replies. Outermost first.
+
+        Args:
+            round: The round.
+            specs: Contents of the replies before coding.
+            message: The coded replies.
+            inner: The algorithm and the parts inside.
         """
         return message
 
@@ -155,28 +172,33 @@ class Part(Method):
         return replies
 
     def close(self, exchange: Exchange, replies: Replies | None) -> Replies | None:
-        """Return the replies with which the server makes its step; None for no step in this round."""
+        """Return the replies for the server's step, or None if this round has no step."""
         return replies
 
     def observe(self, round: Round, replies: Replies) -> None:
         """Read the replies of the round."""
 
     def rewrite(self, round: Round, replies: Replies) -> Replies | None:
-        """Return replies instead of these; None if the round is left out. Outermost first."""
+        """Return the replies that replace these, or None to skip the round. Outermost first."""
         return replies
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
-        """Return what `release` needs of some replies."""
+        """Return the aggregate of some replies that `release` needs."""
         raise NotImplementedError
 
     def release(self, round: Round, aggregate: Aggregate) -> Replies:
-        """Return replies instead of those in the aggregate, which only one part may read
+        """Return the replies that replace the ones in the aggregate. Only one part may read them
         (`private`).
         """
         raise NotImplementedError
 
     def integers(self, rows: Tensor, current: Tensor) -> Tensor:
-        """Return the server's integer buffers `[Z]` from those of the replies, `[r, Z]`."""
+        """Return the server's integer buffers, `[Z]`.
+
+        Args:
+            rows: Integer buffers of the replies, `[r, Z]`.
+            current: The server's present buffers, `[Z]`.
+        """
         raise NotImplementedError
 
     def mix(self, round: Round, algorithm: Algorithm) -> None:
@@ -185,14 +207,14 @@ class Part(Method):
     # --- accounting ---
 
     def account(self, round: Round, selection: Selection) -> None:
-        """Count what the round has used."""
+        """Count the resources that the round has used."""
 
     def report(self) -> dict[str, float]:
-        """Return figures that are recorded after every round."""
+        """Return figures to record after every round."""
         return {}
 
     def require_resources(self) -> None:
-        """Raise the errors of a missing library or of a choice that fails, before the first round."""
+        """Raise errors about missing libraries or impossible choices, before the first round."""
 
     @property
     def spent(self) -> bool:
@@ -201,8 +223,8 @@ class Part(Method):
 
     @property
     def releases_once(self) -> bool:
-        """True if no round may be repeated after a failure, so each is saved before the next
-        begins.
+        """True if a round must not be repeated after a failure. Each round is then saved before the
+        next begins.
         """
         return False
 
@@ -249,7 +271,7 @@ def parts_of(method: Method) -> Iterator[Part]:
 
 
 def shared_trainable(inner: Inner) -> int:
-    """Return how many of the numbers that travel as "model" are trainable parameters; they come
+    """Return the number of trainable parameters among the travelling columns of "model". They come
     first.
     """
     plan = inner.algorithm.plan

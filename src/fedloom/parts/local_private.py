@@ -13,21 +13,21 @@ from fedloom.records import Message
 
 @algorithms.register("local_private")
 class LocalPrivate(AccountedByClient):
-    """Local differential privacy: every client clips its update and adds noise before the upload,
-    so no server need be trusted.
+    """Local differential privacy: every client clips its update and adds noise, so the server need
+    not be trusted.
 
     With u the update, C = `clip` and z = `noise`, a client uploads w + u min(1, C / |u|) + z C n, n
     standard normal, and no figures of its training. One upload is private for any two data sets of
-    a client: their updates differ by at most 2 C, so that it costs as much as noise z / 2.
-    `epsilon` is that of the client that was selected most often, over all its uploads.
+    a client: their updates differ by at most 2 C, so the epsilon is the one for noise z / 2.
+    `epsilon` is computed for the client that was selected most often, over all its uploads.
 
-    It goes around any method whose clients return an update of the one model that they are sent,
-    FedMR too. The same z costs far more accuracy than in `private`: the mean of K models keeps
-    noise z C / K^(1/2) where `private` adds z C / K.
+    The inner method can be any method with clients that receive one model and return an update of
+    it, including FedMR. The same z costs far more accuracy than in `private`: the mean of K models
+    has noise z C / K^(1/2), while `private` adds z C / K.
     Source: Kasiviswanathan et al. 2011 (local privacy); Dwork and Roth 2014, appendix A (Gaussian
     mechanism).
-    Use it when the server is not trusted, or when single models are passed on; expect to need very
-    many clients.
+    Use it when the server is not trusted, or when clients receive each other's models; it needs
+    very many clients.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("only the model", "one update", "no integers")
@@ -43,6 +43,6 @@ class LocalPrivate(AccountedByClient):
         updates, _ = clipped(reply["model"] - inbox["model"], self.bound())
         streams = [None] * len(updates) if self.plan.remote else cohort.stream("privacy noise")
         noise = torch.stack([normal(updates[0], stream) for stream in streams])
-        cohort.metrics.clear()  # losses depend on the client's data too
+        cohort.metrics.clear()  # losses also depend on the client's data
         noisy = updates.double() + self.noise_multiplier() * self.bound() * noise
         return {"model": inbox["model"] + noisy.to(updates)}

@@ -1,5 +1,5 @@
-"""Base of parts that change the loss of local training, around any algorithm whose clients take
-gradients.
+"""Base of parts that change the loss of local training, around any algorithm with clients that
+train by gradients.
 """
 
 from collections.abc import Mapping
@@ -14,21 +14,18 @@ from fedloom.records import Message
 
 
 class LossTerm(Part):
-    """Clients train on `change(loss, ...)` instead of every loss."""
+    """Clients train on `change(loss, ...)` instead of the loss."""
 
     def change(
         self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the loss to train on.
+        """Return the loss to train on, a scalar.
 
         Args:
             loss: A client's loss on a batch, a scalar.
             net: Its model, with `features` and `outputs` of the batch.
             batch: The batch.
-            context: The client's rows of what `context` returned.
-
-        Returns:
-            A scalar.
+            context: The client's rows of the tensors from `context`.
         """
         raise NotImplementedError
 

@@ -15,16 +15,16 @@ class LowRank(Codec):
     """Updates of low rank: each matrix M [m, n] of an update travels as P [m, r] and Q [n, r],
     decoded as P Q^T.
 
-    A convolution's weight is the matrix of its output channels by all else. From a random Q: P =
-    orthonormal(M Q), Q = M^T P, and both once more, which is near the best approximation of that
-    rank. Vectors, and matrices with r (m + n) >= m n, travel in full. Source: Vogels et al. 2019,
-    "PowerSGD", algorithm 1, with a second step of the power iteration in place of a warm start,
-    since clients take part now and then; Konecny et al. 2016 (structured updates).
-    Use it for models with large linear layers, whose updates are nearly of low rank.
+    A convolution's weight is a matrix with one row for each output channel. From a random Q: P =
+    orthonormal(M Q), Q = M^T P, and both a second time, which is near the best approximation of
+    this rank. Vectors, and matrices with r (m + n) >= m n, travel in full. Source: Vogels et al.
+    2019, "PowerSGD", algorithm 1, with a second step of the power iteration instead of a warm
+    start, since clients do not take part in every round; Konecny et al. 2016 (structured updates).
+    Use it for models with large linear layers and updates of nearly low rank.
 
     Args:
         rank: r (Vogels et al.: 1 to 4).
-        feedback: Add what the approximation leaves out to the client's next update.
+        feedback: Add the error of the approximation to the client's next update.
     """
 
     rank: Count = 4
@@ -33,8 +33,14 @@ class LowRank(Codec):
     requires: ClassVar[tuple[str, ...]] = ("one update", "whole replies")
 
     def matrices(self, size: int, layout: Layout) -> Iterator[tuple[slice, int, int, int]]:
-        """Yield columns, height and width of each tensor in the first `size` columns of a row, and
-        how many numbers travel.
+        """Yield the matrix of each tensor in a row.
+
+        Args:
+            size: Number of columns of the row.
+            layout: Layout of the model.
+
+        Yields:
+            Columns, height, width, and the number of floats that travel.
         """
         for tensor in layout.slices:
             if tensor.stop <= size:
@@ -72,8 +78,14 @@ class LowRank(Codec):
 
 
 def low_rank(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return P `[k, m, r]`, orthonormal, and Q `[k, n, r]`, P Q^T near `matrix`, by two steps of
-    power iteration from `start`.
+    """Approximate matrices by two steps of power iteration.
+
+    Args:
+        matrix: Matrices, `[k, m, n]`.
+        start: Initial Q, `[k, n, r]`.
+
+    Returns:
+        P, orthonormal, `[k, m, r]`, and Q, `[k, n, r]`. P Q^T is close to the matrix.
     """
     basis = torch.linalg.qr(matrix @ start).Q
     basis = torch.linalg.qr(matrix @ (matrix.mT @ basis)).Q

@@ -1,4 +1,4 @@
-"""The moments of a round in words, for the command line and the documentation."""
+"""The moments of a round, for the command line and the documentation."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from fedloom.parts.hooks import HOOKS, Part, hooks_of
 
 
 class Moment(NamedTuple):
-    """A moment of a round: its name, its hooks, and where they run."""
+    """A moment of a round: its name, its hooks, and the machines on which they run."""
 
     name: str
     hooks: tuple[str, ...]

@@ -17,14 +17,14 @@ class NormBound(Part):
     """Bound the length of every update: w + d_i min(1, `radius` / |d_i|) replaces the model w + d_i
     of client i.
 
-    w is the model that the client was sent, and the length is over all numbers that travel. Shorter
-    updates stay as they are, bit for bit. Source: Sun et al. 2019, "Can you really backdoor
-    federated learning?", norm bounding.
-    Use it against few clients whose updates are much longer than the others'; it also bounds one
-    client's influence.
+    w is the model that the client received. The length is over all numbers that travel. Shorter
+    updates stay unchanged, bit for bit. Source: Sun et al. 2019, "Can you really backdoor federated
+    learning?", norm bounding.
+    Use it against few clients with much longer updates than the others; it also bounds the
+    influence of each client.
 
     Args:
-        radius: Longest length of an update.
+        radius: Largest length of an update.
     """
 
     radius: Radius

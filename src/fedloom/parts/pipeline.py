@@ -1,4 +1,4 @@
-"""The pipeline of a round: one algorithm, and the parts around it in the order of the expression."""
+"""The pipeline of a round: one algorithm, and the parts around it in the order of the text."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,32 +33,32 @@ from fedloom.records import (
 from fedloom.round import Round
 
 STAGE = "@stage"
-"""Name in a message of the stage and its first round, `[1, 2]`, where the run chooses when a stage
-ends.
+"""Name in a message of the stage and its first round, `[1, 2]`, if the run chooses the end of a
+stage.
 """
 
 INITIAL = "@initial"
-"""Name in a message of what clients take from the model that their stage starts from."""
+"""Name in a message of the columns that clients take from the initial model of their stage."""
 
 Work = Callable[[Cohort, Message], Message]
-"""Takes a cohort and its inbox to its replies."""
+"""A function from a cohort and its inbox to its replies."""
 
 Watch = Callable[[Work, Cohort, Message], Message]
 """Called instead of a client's work, with the work, the cohort and the inbox."""
 
 
 class Pipeline:
-    """The only class that knows the moments of a round; it calls each hook over the parts.
+    """Runs the moments of a round: calls each hook of the parts in the right order.
 
     Attributes:
         algorithm: The algorithm.
         parts: The parts around it, outermost first.
-        stage: Number of the stage if clients are told it, and how many parts are outside the
-            stages.
-        number: The round of the pipeline, where it changes from round to round.
+        stage: If messages contain the stage, its number and the number of parts outside the stages;
+            otherwise None.
+        number: The round of the pipeline, if pipelines differ between rounds.
         following: Returns the pipeline of another round, on the server.
-        around: The part that this pipeline is inside of.
-        watch: Watches the work of clients in this process.
+        around: The part outside this pipeline, if any.
+        watch: Observes the work of clients in this process.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Pipeline:
         self.watch: Watch | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out what only the server needs, and what is derived."""
+        """Omit derived attributes and those for the server."""
         return Pipeline, (self.algorithm, self.parts, self.stage, self.number)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Pipeline:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the run or, within stages, of the stage."""
+        """The plan of the run or, within stages, the plan of the stage."""
         return self.algorithm.plan
 
     def components(self) -> Iterator[Method]:
@@ -96,8 +96,8 @@ class Pipeline:
         yield self.algorithm
 
     def inside(self, part: Part) -> "Pipeline":
-        """Return the pipeline of the algorithm and the parts inside `part`; itself for another
-        part.
+        """Return the pipeline of the algorithm and the parts inside `part`, or this pipeline if it
+        does not contain the part.
         """
         return self._inside.get(id(part), self)
 
@@ -126,7 +126,7 @@ class Pipeline:
 
     @property
     def one_model_each(self) -> bool:
-        """True if every selected client is sent a model of its own."""
+        """True if every selected client receives a different model."""
         return bool(self.algorithm.facts.one_model_each)
 
     @property
@@ -141,18 +141,18 @@ class Pipeline:
 
     @property
     def personal(self) -> bool:
-        """True if clients may use other models than the one that they receive."""
+        """True if clients can use other models than the received model."""
         parts = self.acting["personalise"] or self.acting["deploy"]
         return is_personal(self.algorithm) or bool(parts)
 
     @property
     def waits(self) -> bool:
-        """True if a round ends before all replies are in."""
+        """True if a round ends before all replies have arrived."""
         return bool(self.acting["close"])
 
     @property
     def step_replies(self) -> int | None:
-        """Number of replies with which the server makes a step; None where a round waits for all."""
+        """Number of replies for a step of the server, or None if a round waits for all replies."""
         return next((int(getattr(part, "k", 1)) for part in self.acting["close"]), None)
 
     @property
@@ -162,12 +162,12 @@ class Pipeline:
 
     @property
     def releases_once(self) -> bool:
-        """True if no round may be repeated after a failure."""
+        """True if a round must not be repeated after a failure."""
         return any(part.releases_once for part in self.parts)
 
     @property
     def folds(self) -> bool:
-        """True if replies may be folded as they arrive, so that not all of them are stored."""
+        """True if replies can be folded as they arrive, so that they need not all be stored."""
         if self.acting["release"]:
             return True
         reading = ("exchange", "close", "observe", "rewrite")
@@ -176,13 +176,13 @@ class Pipeline:
 
     @property
     def block_size(self) -> int:
-        """Number of consecutive slots whose replies are in one matrix."""
+        """Number of consecutive slots in one matrix of replies."""
         return block_slots(self.plan.layout.row_bytes) if self.folds else sys.maxsize
 
     # --- the round on the server ---
 
     def select(self, round: Round) -> Selection:
-        """Return the clients of a round, also of a later one."""
+        """Return the clients of a round. The round can be a later one."""
         pipeline = self._of_round(round.number)
         for part in pipeline._selecting:
             return part.select(round, pipeline._after(part))
@@ -190,11 +190,13 @@ class Pipeline:
 
     @cached_property
     def _selecting(self) -> list[Part]:
-        """The parts that select in the order of calls: a sampler chooses before others add to it."""
+        """The parts that select, in the order of calls. A sampler chooses before other parts add
+        clients.
+        """
         return sorted(self.acting["select"], key=lambda part: not part.facts.independent)
 
     def _after(self, part: Part) -> "Pipeline":
-        """Return the selection without `part` and the parts that select outside of it."""
+        """Return the selection without `part` and the selecting parts outside of it."""
         k = next(k for k, other in enumerate(self._selecting) if other is part)
         parts = self._selecting[k + 1 :]
         return Pipeline(self.algorithm, parts, None, self.number, self.following, part)
@@ -210,7 +212,9 @@ class Pipeline:
         return self
 
     def open(self, round: Round, selection: Selection) -> Exchange:
-        """Return the record of a round with its messages: as made, as moved, and as they travel."""
+        """Return the record of a round with its messages: from the algorithm, after moves, and as
+        they travel.
+        """
         sent = dict(self.algorithm.send(round))
         moved = self._with_stage(sent)
         for part in reversed(self.acting["message"]):
@@ -225,7 +229,7 @@ class Pipeline:
         return Exchange(round, selection, sent, moved, wire)
 
     def _with_stage(self, message: Message) -> Message:
-        """Add what clients must know of their stage."""
+        """Add the data about their stage that clients need."""
         if self.stage is not None:
             began = self.plan.first_round
             message = {**message, STAGE: torch.tensor([[self.stage[0], began]])}
@@ -235,22 +239,22 @@ class Pipeline:
 
     @cached_property
     def _initial_unit(self) -> Unit:
-        """The slices that clients take from the model that the method starts from."""
+        """The columns that clients take from the initial model of the method."""
         kind, layout = self.algorithm.facts.initial, self.plan.layout
         if kind == "private":
             return complement(self.algorithm.shared(self.plan.module, layout), layout)
         return (slice(0, layout.size),) if kind == "all" else ()
 
     def _without_stage(self, cohort: Cohort, inbox: Message) -> Message:
-        """Return the inbox without what it says about the stage, which the cohort takes over."""
+        """Remove the data about the stage from the inbox and apply it to the cohort."""
         if INITIAL in inbox:
             rows = cohort.initial
             cohort.start_from(put(rows, self._initial_unit, inbox[INITIAL][:1]))
         return {name: rows for name, rows in inbox.items() if name not in (STAGE, INITIAL)}
 
     def _with_idle_row(self, round: Round, message: Message) -> Message:
-        """Add a row for idle clients, the global model, where each client is sent a model of its
-        own.
+        """Add a row with the global model for idle clients, if each client receives a different
+        model.
         """
         model = message.get("model")
         if model is None or (
@@ -262,9 +266,9 @@ class Pipeline:
         return {**message, "model": rows}
 
     def expected(self, round: Round) -> dict[str, TensorSpec]:
-        """Return what a reply must contain as it travels.
+        """Return the contents of a reply as it travels.
 
-        Integer buffers, such as batch norm's counters, travel with whole models only.
+        Integer buffers, such as batch norm's counters, travel only with whole models.
         """
         specs = self._specs(round)
         for part in self._coders:
@@ -275,11 +279,11 @@ class Pipeline:
         return dict(specs)
 
     def expected_names(self, round: Round) -> set[str]:
-        """Return the names of what clients reply, before it is coded."""
+        """Return the names of the tensors in a reply before coding."""
         return set(self._specs(round))
 
     def returns_whole(self, round: Round) -> bool:
-        """Return True if a reply contains a whole model, which integer buffers then accompany."""
+        """Return True if a reply contains a whole model. Integer buffers then travel with it."""
         layout = self.plan.layout
         model = self.algorithm.expects(round).get("model")
         return model is not None and as_spec(model, layout).shape == (layout.size,)
@@ -294,14 +298,14 @@ class Pipeline:
 
     @cached_property
     def _coders(self) -> list[Part]:
-        """The parts that code replies in the order of coding: noise first, then codes, innermost
+        """The parts that code replies, in the order of coding: noise first, otherwise innermost
         first.
         """
         coders = list(reversed(self.acting["encode"]))
         return sorted(coders, key=lambda part: "coded" in part.hooks())
 
     def decoded(self, round: Round, message: Message) -> Message:
-        """Return what coded replies contain, with updates instead of models."""
+        """Return the decoded contents of replies, with updates instead of models."""
         if not self.acting["decode"]:
             return message
         specs, chain = self._specs(round), []
@@ -323,14 +327,19 @@ class Pipeline:
         return replies.with_matrices(matrices)
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
-        """Return what the server's step needs of some replies."""
+        """Return the aggregate of some replies for the server's step."""
         replies = self._decoded(round, replies)
         for part in self.acting["release"]:
             return part.fold(round, replies)
         return self.algorithm.fold(round, replies)
 
     def close(self, exchange: Exchange, outcome: Replies | Aggregate | None) -> None:
-        """Make the server's step with the replies, or with their aggregate where they were folded."""
+        """Make the server's step.
+
+        Args:
+            exchange: Record of the round.
+            outcome: The replies, or their aggregate if they were folded; None without replies.
+        """
         round = exchange.round
         if self.acting["release"]:
             self._release(exchange, outcome)
@@ -370,14 +379,19 @@ class Pipeline:
             self.algorithm.receive(round, rewritten)
 
     def finish(self, exchange: Exchange) -> None:
-        """End a round, also one without replies: mix models and count what was used."""
+        """End a round, with or without replies: mix models and count used resources."""
         for part in reversed(self.acting["mix"]):
             part.mix(exchange.round, self.algorithm)
         for part in reversed(self.acting["account"]):
             part.account(exchange.round, exchange.selection)
 
     def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
-        """Return the server's integer buffers `[Z]` from those of the replies, `[r, Z]`."""
+        """Return the server's integer buffers, `[Z]`.
+
+        Args:
+            rows: Integer buffers of the replies, `[r, Z]`.
+            current: The server's present buffers, `[Z]`.
+        """
         for part in self.acting["integers"]:
             return part.integers(rows, current)
         return merged_integers(rows, current)
@@ -401,7 +415,7 @@ class Pipeline:
         return figures if self.stage is None else figures | {"stage": float(self.stage[0])}
 
     def report(self) -> dict[str, float]:
-        """Return figures that are recorded after every round."""
+        """Return figures to record after every round."""
         figures: dict[str, float] = {}
         for part in reversed(self.acting["report"]):
             figures |= part.report()
@@ -416,7 +430,7 @@ class Pipeline:
         }
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take the state that `state` returned."""
+        """Restore a state that `state` returned."""
         for k, method in enumerate(self.components()):
             prefix = f"{k}."
             names = [name for name in state if name.startswith(prefix)]
@@ -425,7 +439,7 @@ class Pipeline:
     # --- the clients ---
 
     def work(self, cohort: Cohort, inbox: Message) -> Message:
-        """Return the replies of a cohort to what has travelled: decode, train, corrupt and encode."""
+        """Return the replies of a cohort to a message: decode, train, corrupt and encode."""
         if self.watch is not None:
             return self.watch(self._work, cohort, inbox)
         return self._work(cohort, inbox)
@@ -442,7 +456,7 @@ class Pipeline:
         return reply
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        """Train a cohort; the replies are not coded."""
+        """Train a cohort and return its replies before coding."""
         for part in self.acting["train"]:
             return part.train(cohort, inbox, self.inside(part))
         return self.algorithm.train(cohort, inbox)

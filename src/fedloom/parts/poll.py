@@ -1,4 +1,4 @@
-"""The pipeline with which clients answer a poll."""
+"""The pipeline for answering a poll."""
 
 from collections.abc import Mapping
 
@@ -11,15 +11,15 @@ from fedloom.round import Round
 
 
 class PollAlgorithm(Algorithm):
-    """Clients answer a part's poll, with one number each; they are sent what they would personalise
-    from.
+    """Clients answer a part's poll with one number each. They receive the message for
+    personalisation.
     """
 
     def __post_init__(self) -> None:
-        """Accept that the fields are not given by users."""
+        """Skip the checks of fields, since users do not set them."""
 
     def bind(self, part: Part, inner: Pipeline) -> "PollAlgorithm":
-        """Ask for `part`, which personalises through the pipeline inside it."""
+        """Ask for `part`, which personalises through the pipeline `inner` inside it."""
         self.part, self.inside = part, inner
         self.plan, self.state = inner.plan, {}
         return self
@@ -35,5 +35,5 @@ class PollAlgorithm(Algorithm):
 
 
 def poll_pipeline(pipeline: Pipeline, part: Part) -> Pipeline:
-    """Return the pipeline that asks clients for `part`."""
+    """Return the pipeline for the poll of `part`."""
     return Pipeline(PollAlgorithm().bind(part, pipeline.inside(part)))

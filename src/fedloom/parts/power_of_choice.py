@@ -14,23 +14,27 @@ from fedloom.round import Round
 
 @algorithms.register("power_of_choice")
 class PowerOfChoice(Part):
-    """A method whose participants are the clients of highest loss among `candidates`, drawn by
-    their numbers of samples.
+    """Biased selection: clients with the highest loss among `candidates`, drawn by their numbers of
+    samples.
 
-    Before each round the candidates are sent the model that they would use, and answer its loss on
-    their samples; who does not answer comes last. Replies weigh alike, since clients with more
-    samples are drawn more often. Traffic: the models of those candidates that do not take part,
-    down, and a number for each candidate, up; the simulated clock leaves out asking.
+    Before each round the candidates receive the model that they would use, and return its loss on
+    their samples; a candidate without an answer ranks last. Replies have equal weights, since
+    clients with more samples are drawn more often. Traffic: the models of the candidates that do
+    not take part, down, and one number per candidate, up. The simulated clock does not count the
+    time of the answers.
     Source: Cho et al. 2020, section 4.
-    Use it when rounds are few and some clients lag behind; it biases the model towards them.
+    Use it when rounds are few and some clients have much larger losses; it biases the model towards
+    them.
 
     Args:
-        method: Method whose clients are chosen.
-        candidates: Number of candidates d; none: twice as many as take part. As many as take part
-            is sampling by size.
-        ask: Ask the candidates (pow-d); false takes the mean loss over the steps of their last
-            training, infinite before, 0 without a step (rpow-d), so that nothing is asked.
-        samples: Number of random samples on which a candidate takes its loss (cpow-d); none: all.
+        method: Method that trains the selected clients.
+        candidates: Number of candidates d; none: twice the number of participants. With d equal to
+            the number of participants, clients are sampled by size.
+        ask: Ask the candidates (pow-d). `false` takes the mean loss over the steps of their last
+            training, which is infinite before and 0 without a step (rpow-d), so that no messages
+            are needed.
+        samples: Number of random samples on which a candidate computes its loss (cpow-d); none:
+            all.
     """
 
     candidates: Count | None = None
@@ -46,13 +50,13 @@ class PowerOfChoice(Part):
     def setup(self, plan: Plan, inner: Inner) -> None:
         super().setup(plan, inner)
         if self.candidates is not None and self.candidates < plan.participants:
-            least = f"{plan.participants}, the participants"
+            least = f"{plan.participants}, the number of participants"
             raise InvalidValue(
                 f"power_of_choice: candidates must be at least {least}, not {self.candidates}"
             )
         if self.ask and plan.remote:
             raise InvalidValue(
-                "power_of_choice: sites are asked nothing before a round: give ask=false"
+                "power_of_choice: real sites cannot answer before a round: set ask=false"
             )
         self.state["losses"] = torch.full((plan.clients,), torch.inf, dtype=torch.float64)
 
@@ -60,7 +64,7 @@ class PowerOfChoice(Part):
         """Return the candidates of a round."""
         count = min(self.candidates or 2 * round.participants, round.clients)
         sizes = self.plan.sizes(torch.arange(round.clients)).double()
-        # The largest of log(u) / n are a draw without replacement by n (Efraimidis and Spirakis
+        # Taking the largest log(u) / n draws without replacement by n (Efraimidis and Spirakis
         # 2006).
         keys = (
             torch.rand(
@@ -74,8 +78,8 @@ class PowerOfChoice(Part):
         return Poll(self, self.drawn(round))
 
     def answer(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
-        asked, _ = divided(cohort, "asked", lambda count: self.samples or count, lasting=False)
-        return {"loss": asked.loss(inner.personalise(cohort, inbox))}
+        sampled, _ = divided(cohort, "asked", lambda count: self.samples or count, lasting=False)
+        return {"loss": sampled.loss(inner.personalise(cohort, inbox))}
 
     def on_poll(self, replies: Replies) -> None:
         silent = torch.full_like(self.state["losses"], -torch.inf)

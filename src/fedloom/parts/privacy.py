@@ -1,4 +1,4 @@
-"""Base of parts whose releases cost privacy."""
+"""Base of parts with releases that cost privacy."""
 
 from abc import abstractmethod
 from typing import Annotated, ClassVar
@@ -17,15 +17,15 @@ OpenShare = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Accounted(Part):
-    """Counts the releases of a run, of which each is (epsilon, `delta`)-private.
+    """Counts the releases of a run. Each release is (epsilon, `delta`)-private.
 
     Epsilon grows with the releases, and every round records it. Checkpoints store the number of
-    releases and, over real sites, a ledger beside them (`fedloom.state.released`).
+    releases; over real sites a ledger beside them stores it too (`fedloom.state.released`).
 
     Args:
         clip: C, the largest length of an update.
-        noise: Standard deviation of the noise in units of C; none chooses it before round 1 for
-            `target_epsilon` after all rounds.
+        noise: Standard deviation of the noise as a multiple of C; none chooses it before round 1
+            such that all rounds cost `target_epsilon`.
         delta: Probability of a larger loss, well below 1 over the number of clients.
         target_epsilon: Largest epsilon; with `noise` the run ends before the round that would
             exceed it.
@@ -38,15 +38,15 @@ class Accounted(Part):
 
     counts_privacy: ClassVar[bool] = True
     earlier = 0.0
-    """Sum of 1 / noise^2 of the statistics of columns that were released of each row before round
-    1.
-    """
+    """Sum of 1 / noise^2 over the statistics of columns that were released before round 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._solved = self.noise
         if self.noise is None and self.target_epsilon is None:
-            choices = "give noise, such as 0.8 (times clip), or target_epsilon, to choose it"
+            choices = (
+                "set noise, such as 0.8 (a multiple of clip), or target_epsilon, to compute noise"
+            )
             raise InvalidValue(f"{name_of(self)}: {choices}")
 
     @property
@@ -55,26 +55,26 @@ class Accounted(Part):
 
     @abstractmethod
     def cost(self, extra: int = 0) -> float:
-        """Return epsilon so far, or after `extra` more releases."""
+        """Return the present epsilon, or epsilon after `extra` more releases."""
 
     @abstractmethod
     def solve(self, target: float, rounds: int) -> float:
-        """Return the noise with which `rounds` rounds cost `target`."""
+        """Return the noise for which `rounds` rounds cost the epsilon `target`."""
 
     def bound(self) -> float:
-        """Return the length of the longest update."""
+        """Return the largest allowed length of an update."""
         return self.clip
 
     def noise_multiplier(self) -> float:
-        """Return the noise in units of the clip."""
+        """Return the noise as a multiple of the clip."""
         if self._solved is None:
             assert self.target_epsilon is not None, "`__post_init__` raises"
             self._solved = self.solve(self.target_epsilon, self.plan.rounds)
         return self._solved
 
     def counted(self, selection: Selection) -> tuple[int, ...] | None:
-        """Return the clients that a round costs one release each; None if it is one release for
-        all.
+        """Return the clients with one more release after a round, or None if releases are counted
+        for all clients together.
         """
         return None
 
@@ -88,8 +88,8 @@ class Accounted(Part):
     def spent(self) -> bool:
         if self.target_epsilon is None:
             return False
-        # Over real sites a repeated round costs again, so the chosen noise may not last for all
-        # rounds.
+        # Over real sites a repeated round costs epsilon again, so the chosen noise may not be
+        # enough for all rounds.
         limited = self.noise is not None or self.plan.remote
         return limited and self.cost(extra=1) > self.target_epsilon
 
@@ -99,7 +99,7 @@ class Accounted(Part):
 
 
 class AccountedByClient(Accounted):
-    """Counts the releases of each client, where clients add the noise."""
+    """Counts the releases of each client, for parts with noise from the clients."""
 
     def setup(self, plan: Plan, inner: Inner) -> None:
         super().setup(plan, inner)

@@ -25,32 +25,32 @@ class Private(Accounted):
 
         w + (sum_k u_k min(1, C / |u_k|) + z C n) / (q N),    n standard normal
 
-    so that the models do not reveal whether a client took part. All clients count alike, whatever
-    their samples. Each must take part independently with probability q (`participation_mode =
-    "poisson"`), or all in every round; empty rounds add noise.
+    so that the models do not reveal whether a client took part. All clients have the same weight,
+    independent of their samples. Each must take part independently with probability q
+    (`participation_mode = "poisson"`), or all in every round; rounds without replies add noise.
 
     Noise comes from the run's streams in a simulation, and from the system's cryptographic
-    generator over real sites. The server sees updates without noise, and is trusted. Losses and
-    accuracies that it records are not private, and neither are the participants of each round:
-    publishing them gives up the amplification by sampling, and epsilon is then that of
-    participation 1.
+    generator over real sites. The server sees updates without noise, so clients must trust it.
+    Recorded losses and accuracies are not private. The list of participants of each round is not
+    private either: if it is published, there is no amplification by sampling, and epsilon is the
+    value for participation 1.
     Source: McMahan et al. 2018, "Learning differentially private recurrent language models",
     algorithm 1; Andrew et al. 2021, "Differentially private learning with adaptive clipping",
     algorithm 1.
-    Use it when the model is given to others, and hundreds of clients can take part in a round.
+    Use it when others receive the model, and hundreds of clients can take part in a round.
 
     Args:
         quantile: g, the share of updates that C should not clip: with b_k = 1 where |u_k| <= C,
             else 0, each round ends with C <- C exp(-`clip_learning_rate` (b - g)), b = 1/2 + (sum_k
             (b_k - 1/2) + s n) / (q N), s = q N / 20. The noise of the sum is raised to (z^-2 - (2
-            s)^-2)^(-1/2), so that both together cost as much as z. None keeps C.
+            s)^-2)^(-1/2), so that both together cost the same as z. None leaves C constant.
         clip_learning_rate: Step size of C (Andrew et al.: 0.2).
     """
 
     quantile: OpenShare | None = None
     clip_learning_rate: Positive = 0.2
 
-    hint: ClassVar[str] = "; local_private has each client add noise instead"
+    hint: ClassVar[str] = "; use local_private, in which each client adds noise"
     requires: ClassVar[tuple[str, ...]] = (
         "only the model",
         "one update",
@@ -92,7 +92,7 @@ class Private(Accounted):
             count = f"{round.participants} of {round.clients}"
             raise InvalidValue(f"private: {remedy}, not {count} clients in every round")
         if selection.clients != uniform(round) or selection.weights is not None:
-            reason = "chooses its clients itself, which epsilon leaves out"
+            reason = "selects clients by its own rule, which epsilon does not count"
             raise InvalidValue(f"private: {self.method} {reason}")
         return selection
 
@@ -104,7 +104,7 @@ class Private(Accounted):
         return Aggregate({}, total, len(replies), len(replies))
 
     def release(self, round: Round, aggregate: Aggregate) -> Replies:
-        assert aggregate.exchange is not None, "the pipeline gives it"
+        assert aggregate.exchange is not None, "the pipeline sets it"
         sent, expected, clip = aggregate.sent("model")[0], round.participants, self.bound()
         nothing = torch.zeros_like(sent, dtype=torch.float64)  # for a round without replies
         multiplier, total = self.noise_multiplier(), aggregate.total.get("update", nothing)
@@ -119,8 +119,8 @@ class Private(Accounted):
         return Replies({"model": rows}, slots, slots, torch.ones_like(slots), exchange)
 
     def _adapt(self, round: Round, quantile: float, multiplier: float, below: Tensor) -> float:
-        """Move the clip towards the quantile, and return the noise of the sum that is left beside
-        that of the count `below`.
+        """Move the clip towards the quantile, and return the noise for the sum. The noise of the
+        count `below` uses the rest of the budget.
         """
         spread = round.participants / 20
         if multiplier >= 2 * spread:

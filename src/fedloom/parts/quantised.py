@@ -19,27 +19,27 @@ Bits = Literal[1, 2, 4, 8]
 
 @algorithms.register("quantised")
 class Quantised(Codec):
-    """Quantisation: every number of an update takes `bits` bits, and what the server sends `down`
-    bits.
+    """Quantisation: every number of an update takes `bits` bits, and every number of a download
+    `down` bits.
 
     Of each `bucket` consecutive numbers the smallest and the largest, a and b, travel in full, and
     each x as the level l of 2^bits - 1 steps: with s = (b - a) / (2^bits - 1), l = floor((x - a) /
     s + u), decoded a + l s. Levels are packed into bytes; n numbers take ceil(n bits / 8) bytes and
-    2 floats for each bucket. `down` codes the model that is sent, and a variate with it, by nearest
+    2 floats for each bucket. `down` codes the downloaded model, and a variate with it, by nearest
     levels; the server adds updates to the exact model, so errors of downloads do not add up. Around
     `sparse` and `lowrank` it codes their values: `quantised(sparse(fedavg), bits=8, down=8)`.
-    Models for evaluation are sent in full.
+    Models for evaluation travel in full.
     Source: Suresh et al. 2017, "Distributed mean estimation with limited communication", section
     2.2, in buckets as QSGD (Alistarh et al. 2017); Reisizadeh et al. 2020 (FedPAQ).
-    Use it when traffic is scarce: 8 bits cost no accuracy; fewer need more clients in a round, over
-    whom errors average out.
+    Use it when traffic must be small: 8 bits cost no accuracy; fewer bits need more clients in a
+    round, so that their errors average out.
 
     Args:
         bits: Bits of a number in an upload.
         stochastic: Draw u uniformly from [0, 1), so that E[decoded] = x; otherwise u = 1/2, the
             nearest level.
         down: Bits of a number in a download; none sends it in full.
-        bucket: Numbers that share a scale.
+        bucket: Number of consecutive numbers with a common scale.
     """
 
     bits: Bits = 8
@@ -94,9 +94,17 @@ class Quantised(Codec):
 
 
 def quantise(rows: Tensor, bits: int, bucket: int, drawn: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the levels of `rows [k, n]`, packed `[k, ceil(n bits / 8)]` (uint8), and the smallest
-    and largest number of each bucket, `[k, ceil(n / bucket), 2]`. `drawn [k, n]` in [0, 1) rounds
-    at random; None rounds to the nearest level.
+    """Quantise rows.
+
+    Args:
+        rows: Rows, `[k, n]`.
+        bits: Bits of a number.
+        bucket: Number of consecutive numbers with a common scale.
+        drawn: Numbers in [0, 1) for random rounding, `[k, n]`; None rounds to the nearest level.
+
+    Returns:
+        Packed levels, `[k, ceil(n bits / 8)]` uint8, and the smallest and largest number of each
+        bucket, `[k, ceil(n / bucket), 2]`.
     """
     size = rows.shape[1]
     padded = torch.cat([rows, rows[:, -1:].expand(-1, -size % bucket)], 1).unflatten(
@@ -115,8 +123,17 @@ def quantise(rows: Tensor, bits: int, bucket: int, drawn: Tensor | None) -> tupl
 
 
 def dequantise(levels: Tensor, scales: Tensor, size: int, bits: int, bucket: int) -> Tensor:
-    """Return the rows `[k, size]` of a code of `quantise`: level l of a bucket is a + l (b - a) /
-    (2^bits - 1).
+    """Decode a code of `quantise`: level l of a bucket is a + l (b - a) / (2^bits - 1).
+
+    Args:
+        levels: Packed levels, `[k, ceil(n bits / 8)]` uint8.
+        scales: Smallest and largest number of each bucket, `[k, ceil(n / bucket), 2]`.
+        size: Number of columns n.
+        bits: Bits of a number.
+        bucket: Number of consecutive numbers with a common scale.
+
+    Returns:
+        The rows, `[k, n]`.
     """
     shifts = bits * torch.arange(8 // bits, device=levels.device)
     numbers = (levels.int().unsqueeze(2) >> shifts & 2**bits - 1).flatten(1)[:, :size].to(scales)

@@ -1,4 +1,4 @@
-"""Which parts fit which algorithms and each other: one table of requirements, and the rules for
+"""Checks that parts fit algorithms and each other: one table of requirements, and the rules for
 pairs of parts.
 """
 
@@ -12,21 +12,23 @@ from fedloom.parts.hooks import Part, parts_of
 from fedloom.parts.pipeline import Pipeline
 
 Requirement = Callable[[Pipeline], str]
-"""Returns the reason why a pipeline does not meet it, or "". {0} stands for the algorithm."""
+"""Returns the reason why a pipeline does not meet it, or "". {0} is replaced by the algorithm."""
 
 
 def _one_download(pipeline: Pipeline) -> str:
-    return "" if pipeline.algorithm.facts.one_download else "clients of {0} are not sent one model"
+    return (
+        "" if pipeline.algorithm.facts.one_download else "clients of {0} do not receive one model"
+    )
 
 
 def _sends_model(pipeline: Pipeline) -> str:
     sent = pipeline.algorithm.send(pipeline.plan.opening())
-    return "" if "model" in sent else "clients of {0} are not sent one model"
+    return "" if "model" in sent else "clients of {0} do not receive one model"
 
 
 def _one_update(pipeline: Pipeline) -> str:
     opening, algorithm = pipeline.plan.opening(), pipeline.algorithm
-    refusal = "clients of {0} do not return an update of one model that they are sent"
+    refusal = "clients of {0} do not return an update of one received model"
     expected = algorithm.expects(opening).get("model")
     sent = algorithm.send(opening).get("model")
     if expected is None or sent is None:
@@ -51,12 +53,12 @@ def _returns_whole_model(pipeline: Pipeline) -> str:
 
 def _only_the_model(pipeline: Pipeline) -> str:
     extra = sorted(pipeline.expected_names(pipeline.plan.opening()) - {"model"})
-    return f"clients of {{0}} upload {extra[0]!r} too, which would leak" if extra else ""
+    return f"clients of {{0}} also upload {extra[0]!r}, which would leak" if extra else ""
 
 
 def _no_integers(pipeline: Pipeline) -> str:
     if pipeline.plan.layout.integers:
-        return "the model counts its batches (batch norm), which would leak: use group norm"
+        return "batch norm counts batches, and the counter would leak. Use group norm instead"
     return ""
 
 
@@ -66,18 +68,18 @@ def _no_buffers(pipeline: Pipeline) -> str:
     if not buffers:
         return ""
     remedy = "use a layer without one, or register it with persistent=False if it is constant"
-    return f"the buffer {buffers[0]!r} of the model is uploaded without noise: {remedy}"
+    return f"the model's buffer {buffers[0]!r} would be uploaded without noise: {remedy}"
 
 
 def _averages(pipeline: Pipeline) -> str:
     if pipeline.algorithm.facts.averages:
         return ""
-    return "{0} needs the single replies, not an estimate of their mean"
+    return "{0} needs each reply, not only an estimate of their mean"
 
 
 def _one_model_for_all(pipeline: Pipeline) -> str:
     if pipeline.algorithm.facts.one_model_each:
-        return "one client less changes what {0} sends to others"
+        return "{0} sends each client a different model, which depends on the other clients"
     return ""
 
 
@@ -85,7 +87,10 @@ def _one_fit(pipeline: Pipeline) -> str:
     for method in pipeline.components():
         if not method.facts.fits_once:
             name = name_of(method)
-            return f"clients of {name} do more with their samples than one local training, which epsilon leaves out"
+            return (
+                f"clients of {name} use their samples for more than one local training, "
+                "which epsilon does not count"
+            )
     return ""
 
 
@@ -93,23 +98,23 @@ def _anonymous(pipeline: Pipeline) -> str:
     estimates = any(part.facts.anonymous for part in pipeline.acting["rewrite"])
     if pipeline.algorithm.facts.anonymous or estimates:
         return ""
-    hint = ": give it weighted=false" if getattr(pipeline.algorithm, "weighted", False) else ""
-    return f"{{0}} needs to know whose an upload is, which the exchange hides{hint}"
+    hint = ": set weighted=false" if getattr(pipeline.algorithm, "weighted", False) else ""
+    return f"{{0}} needs the client of each upload, which the exchange hides{hint}"
 
 
 def _averages_only(pipeline: Pipeline) -> str:
-    """Stale replies fit only algorithms that average whole models and nothing else."""
+    """Stale replies fit only algorithms that do nothing except average whole models."""
     opening, algorithm = pipeline.plan.opening(), pipeline.algorithm
     exchanges = algorithm.send(opening).keys() == {"model"} == pipeline.expected_names(opening)
     one_model = not algorithm.facts.one_model_each and exchanges_models(pipeline)
     if exchanges and one_model and algorithm.facts.averages:
         return ""
-    return "{0} does more than average whole models, which stale replies do not fit"
+    return "{0} does more than average whole models, so it does not accept stale replies"
 
 
 def _no_server_step(pipeline: Pipeline) -> str:
     if overrides(type(pipeline.algorithm), Algorithm, ("update", "receive", "model")):
-        return "{0} has a server, which nodes that mix their models do without"
+        return "{0} needs a server, but nodes mix their models without one"
     return ""
 
 
@@ -118,7 +123,8 @@ def _common_messages(pipeline: Pipeline) -> str:
     addressed = sorted(name for name, rows in message.items() if name != "model" and len(rows) > 1)
     if addressed:
         return (
-            f"clients of {{0}} are sent {addressed[0]!r} of their own, which idle clients cannot be"
+            f"each client of {{0}} receives a different {addressed[0]!r}, "
+            "which does not exist for idle clients"
         )
     return ""
 
@@ -131,7 +137,7 @@ FACTS: dict[str, Requirement] = {
     "anonymous": _anonymous,
     "no server step": _no_server_step,
 }
-"""Requirements that facts decide, by the names in `Part.requires`."""
+"""Requirements on facts, by the names in `Part.requires`."""
 
 REQUIREMENTS: dict[str, Requirement] = {
     "one download": _sends_model,
@@ -148,15 +154,14 @@ REQUIREMENTS: dict[str, Requirement] = {
 
 
 def exchanges_models(pipeline: Pipeline) -> bool:
-    """Return True if clients are sent a whole model and return one."""
+    """Return True if clients receive a whole model and return one."""
     opening, size = pipeline.plan.opening(), pipeline.plan.layout.size
     sent = pipeline.algorithm.send(opening).get("model")
     return sent is not None and tuple(sent.shape[1:]) == (size,) and pipeline.returns_whole(opening)
 
 
 def require_facts(pipeline: Pipeline) -> None:
-    """Raise `InvalidValue`, in one line, unless the parts of a pipeline fit the algorithm and each
-    other.
+    """Raise `InvalidValue` unless the parts of a pipeline fit the algorithm and each other.
 
     This needs no plan, so an expression can be refused before a run begins.
     """
@@ -166,11 +171,12 @@ def require_facts(pipeline: Pipeline) -> None:
 
 
 def require_combination(pipeline: Pipeline) -> None:
-    """Raise `InvalidValue`, in one line, unless a pipeline fits the plan of its algorithm."""
+    """Raise `InvalidValue` unless the parts of a pipeline fit the plan of its algorithm."""
     for part in pipeline.parts:
         if pipeline.plan.poisson and not (part.facts.independent or part.facts.fixed_participants):
             raise InvalidValue(
-                f"{name_of(part)}: poisson participation chooses the clients by chance"
+                f"{name_of(part)} selects clients, but participation_mode = poisson selects them "
+                "independently at random"
             )
     _require(pipeline, REQUIREMENTS)
 
@@ -193,28 +199,32 @@ def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
     for pipeline in pipelines:
         for part in pipeline.acting["close"]:
             raise InvalidValue(
-                f"{part} decides who trains when: it cannot be in stages or around them"
+                f"{part} decides when clients train, so it cannot be inside or around stages"
             )
     for part in parts_of(method):
         name = name_of(part)
         covers_all = len(_containing(part, pipelines)) == len(pipelines)
         if getattr(part, "counts_privacy", False) and not covers_all:
             raise InvalidValue(
-                f"{name}: other stages would have no privacy: put {name} around stages"
+                f"{name}: the other stages would have no privacy. Put {name} around stages"
             )
 
 
 def require_units(method: Method, pipelines: list[Pipeline]) -> None:
-    """Raise `InvalidValue` unless clients exchange the same units in all stages of one exchange."""
+    """Raise `InvalidValue` unless clients exchange the same units in all stages inside one
+    exchange.
+    """
     for part in (part for part in parts_of(method) if "exchange" in part.hooks()):
         around = _containing(part, pipelines)
         if any(pipeline.algorithm.units() != around[0].algorithm.units() for pipeline in around):
-            remedy = "make each of its stages secure by itself"
-            raise InvalidValue(f"{name_of(part)}: {part.method} moves different units; {remedy}")
+            remedy = "put secure around each stage"
+            raise InvalidValue(
+                f"{name_of(part)}: the stages of {part.method} move different units; {remedy}"
+            )
 
 
 def _containing(part: Part, pipelines: list[Pipeline]) -> list[Pipeline]:
-    """Return the pipelines that contain this very part."""
+    """Return the pipelines that contain this part object."""
     return [pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)]
 
 
@@ -226,14 +236,14 @@ def _no_part_twice(pipeline: Pipeline) -> None:
         for other in pipeline.parts[k + 1 :]:
             if part.once and (isinstance(other, type(part)) or isinstance(part, type(other))):
                 raise InvalidValue(
-                    f"{name_of(part)}({part.method}): {name_of(other)} acts once, not twice"
+                    f"{name_of(part)}({part.method}): {name_of(other)} is allowed only once"
                 )
 
 
 def _one_sampler(pipeline: Pipeline) -> None:
     samplers = [part for part in pipeline.parts if not part.facts.independent]
     if len(samplers) > 1:
-        raise InvalidValue(f"{name_of(samplers[0])}: {samplers[1]} chooses its clients itself")
+        raise InvalidValue(f"{name_of(samplers[0])}: {samplers[1]} already selects the clients")
 
 
 def _closing_is_outermost(pipeline: Pipeline) -> None:
@@ -244,9 +254,9 @@ def _closing_is_outermost(pipeline: Pipeline) -> None:
             rewrites = k < position and "rewrite" in other.hooks()
             if other is not part and (rewrites or other.hooks() & changing):
                 reason = (
-                    "decides who trains when, so nothing else may change the clients of a round"
+                    "decides when clients train, so no other part may change the clients of a round"
                 )
-                raise InvalidValue(f"{part} {reason}: leave out {name_of(other)}")
+                raise InvalidValue(f"{part} {reason}: remove {name_of(other)}")
 
 
 def _codes(pipeline: Pipeline) -> None:
@@ -254,11 +264,11 @@ def _codes(pipeline: Pipeline) -> None:
     for outer, inner in pairwise(coders):
         if not getattr(outer, "recodes", False):
             raise InvalidValue(
-                f"{name_of(outer)}: {inner} is coded already; only quantised goes around it"
+                f"{name_of(outer)}: {inner} already codes uploads. Only quantised can be around it"
             )
     exchanging = pipeline.acting["exchange"]
     if coders and exchanging:
-        reason = f"clients of {exchanging[0]} upload layers of each other, no updates"
+        reason = f"clients of {exchanging[0]} upload layers of other clients instead of updates"
         raise InvalidValue(f"{name_of(coders[0])}: {reason}")
 
 
@@ -267,7 +277,7 @@ def _exchange_hides_names(pipeline: Pipeline) -> None:
         for other in pipeline.parts:
             reads = other.hooks() & {"observe", "rewrite"}
             if reads and not other.facts.anonymous:
-                reason = f"{other} needs to know whose an upload is, which the exchange hides"
+                reason = f"{other} needs the client of each upload, which the exchange hides"
                 raise InvalidValue(f"{name_of(part)}: {reason}")
 
 
@@ -275,11 +285,11 @@ def _privacy(pipeline: Pipeline) -> None:
     accounts = [part for part in pipeline.parts if getattr(part, "counts_privacy", False)]
     if len(accounts) > 1:
         outer, inner = name_of(accounts[0]), name_of(accounts[1])
-        raise InvalidValue(f"{outer}: {inner} counts an epsilon of its own: take one of them")
+        raise InvalidValue(f"{outer}: {inner} counts a separate epsilon. Use only one of them")
     for part in accounts:
         for poll in pipeline.acting["poll"]:
             raise InvalidValue(
-                f"{name_of(poll)}: losses of clients would pass by the privacy of {part}"
+                f"{name_of(poll)}: clients would return losses without the privacy of {part}"
             )
 
 
@@ -287,17 +297,18 @@ def _release_is_outermost(pipeline: Pipeline) -> None:
     for part in pipeline.acting["release"]:
         for other in pipeline.parts:
             if "exchange" in other.hooks():
-                reason = f"in {other} an upload holds layers of several clients, unclipped"
+                reason = f"in {other} an upload contains unclipped layers of several clients"
                 raise InvalidValue(f"{name_of(part)}: {reason}")
             if not other.facts.independent:
-                reason = f"{other} chooses its clients itself, which epsilon leaves out"
+                reason = f"{other} selects clients by its own rule, which epsilon does not count"
                 raise InvalidValue(f"{name_of(part)}: {reason}")
         for other in pipeline.parts[: _position(pipeline, part)]:
             if other.hooks() & {"rewrite", "observe"}:
                 name = name_of(other)
                 remedy = f"put {name_of(part)} around {name}"
                 raise InvalidValue(
-                    f"{name_of(part)}: {name} would change what is summed or released: {remedy}"
+                    f"{name_of(part)}: {name} would change the replies before the sum or after the "
+                    f"release: {remedy}"
                 )
 
 
@@ -305,7 +316,9 @@ def _mixing_is_the_only_step(pipeline: Pipeline) -> None:
     for part in pipeline.acting["mix"]:
         for other in pipeline.parts:
             if other.hooks() & {"rewrite", "release", "close", "exchange", "coded"}:
-                reason = f"nodes mix their models without a server, so {name_of(other)} has nothing to act on"
+                reason = (
+                    f"nodes mix their models without a server, so {name_of(other)} has no effect"
+                )
                 raise InvalidValue(f"{name_of(part)}: {reason}")
 
 
@@ -330,23 +343,26 @@ def _closes(method: Method) -> bool:
 
 
 def require_participation(method: Method, poisson: bool, over_selected: bool) -> None:
-    """Raise `InvalidValue` unless a method accepts that the number of clients or replies varies by
-    round.
+    """Raise `InvalidValue` unless a method accepts a varying number of clients or replies.
+
+    Args:
+        method: The expression.
+        poisson: Clients take part independently at random.
+        over_selected: The clock drops the last replies of a round.
     """
     if not (poisson or over_selected):
         return
     inside_first = reversed(list(components(method)))
     for component in sorted(inside_first, key=lambda component: not _closes(component)):
         if component.facts.fixed_participants:
-            draws = "participation_mode = poisson draws another number of clients in each round"
+            draws = "participation_mode = poisson draws a different number of clients in each round"
             drops = "clock.over_selection drops the last replies of every round"
-            needs = "needs as many clients each time, and the replies of all"
-            needs = "says itself whose replies it takes" if _closes(component) else needs
+            needs = "needs the same number of clients in each round, and all replies"
+            needs = "decides which replies it uses" if _closes(component) else needs
             raise InvalidValue(f"{draws if poisson else drops}, but {component} {needs}")
         if over_selected and component.facts.needs_every_reply:
-            reason = (
-                f"one client less lets another in, which the epsilon of {component} does not count"
-            )
+            reason = "takes the first replies of a round, so another client replaces a missing one"
             raise InvalidValue(
-                f"clock.over_selection takes the first replies of a round: {reason}: leave it out"
+                f"clock.over_selection {reason}. The epsilon of {component} does not count this: "
+                "remove over_selection"
             )

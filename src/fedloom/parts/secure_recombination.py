@@ -15,30 +15,32 @@ from fedloom.secure.layers import layer_sizes
 
 @algorithms.register("secure")
 class Secure(Part):
-    """Secure recombination over FedMR: clients exchange layers before training and before upload,
-    unseen by the server.
+    """Secure recombination for FedMR: clients exchange layers before training and upload, hidden
+    from the server.
 
-    In each of `repeats` a client sends n layers, n uniform in [`low`, `high`], to other clients of
-    the round at random, and for each layer that it received returns a random one of the same index.
-    Every layer stays in the round exactly once, so sums and distances over the models are exact,
-    and the server may recombine again. Layers are FedMR's `unit`. Clients that do not reply take no
-    part in the exchange before upload; a lost client takes the layers that it received along, and
-    its slot keeps the model that was sent. `peer_bytes` counts the clients' traffic among each
-    other in the last round (equation 26, without envelopes; over real sites all that was carried).
+    In each of `repeats` a client sends n layers, n uniform in [`low`, `high`], to random other
+    clients of the round, and for each received layer returns a random one of the same index. Every
+    layer stays in the round exactly once, so sums and distances over the models are exact, and the
+    server can recombine again. Layers are FedMR's `unit`. Clients without a reply take no part in
+    the exchange before the upload. The layers that a lost client received are lost with it, and its
+    slot contains the model that was sent. `peer_bytes` counts the traffic between clients in the
+    last round (equation 26, without envelopes; over real sites all bytes).
 
-    Averages must not depend on whose a model is: FedMR, Indep, FedMut and `fedavg(weighted=false)`
-    qualify, in `stages`, `umf`, `ala` and `clustered(by='size')` too. Sample counts, losses and
-    integer buffers still travel with names on them.
-    Source: Hu et al., arXiv 2208.07677, appendix B, algorithm 2; exchanging before training as well
-    is this project's advice.
-    Use it when the server must not see any client's model; a simulation shows what that costs.
+    Averages must not depend on the client of a model: FedMR, Indep, FedMut and
+    `fedavg(weighted=false)` are possible, also in `stages`, `umf`, `ala` and
+    `clustered(by='size')`. Sample counts, losses and integer buffers still travel with the names of
+    clients.
+    Source: Hu et al., arXiv 2208.07677, appendix B, algorithm 2; the additional exchange before
+    training is this project's advice.
+    Use it when the server must not see any client's model; a simulation shows the cost.
 
     Args:
-        repeats: Exchanges in a row.
-        low: Fewest layers that a client sends.
-        high: Most layers; none is a quarter of them in the first repeat and all of them later.
-        when: `before_upload` (alone, the server recognises layers of the models that it sent),
-            `before_train` or `both`.
+        repeats: Number of consecutive exchanges.
+        low: Smallest number of layers that a client sends.
+        high: Largest number of layers; none is a quarter of all layers in the first repeat and all
+            later.
+        when: `before_upload`, `before_train` or `both`. With only `before_upload` the server can
+            recognise layers of the models that it sent.
     """
 
     repeats: int = 2
@@ -73,11 +75,11 @@ class Secure(Part):
     def move(self, round: Round, message: Message) -> Message:
         rows = message.get("model")
         count = len(round.selected)
-        # Rows of their own, for two clients or more; over real sites, clients exchange layers
-        # themselves.
+        # An exchange needs two or more clients with different rows. Over real sites, the clients
+        # exchange layers themselves.
         if self.plan.remote or rows is None or not len(rows) >= count > 1:
             return message
-        # A row beyond those of the selected clients is for idle ones, which take no part.
+        # An additional last row is for idle clients, which take no part.
         rehearsal = self.rehearse(round, round.selected, "before_train")
         self.carried(self._bytes(rehearsal))
         return {**message, "model": self._moved(rows, rehearsal, torch.arange(count))}
@@ -94,13 +96,11 @@ class Secure(Part):
         self._count(self.state["carried"])
 
     def carried(self, count: int) -> None:
-        """Take note that clients exchanged layers in this round, and `count` bytes were carried
-        between them.
-        """
+        """Record that clients exchanged layers in this round, with `count` bytes of traffic."""
         self.state["carried"] = self.state["carried"] + count
 
     def _count(self, total: Tensor | int) -> None:
-        """Set the bytes of the last round, and begin to count those of the next one."""
+        """Set the bytes of the last round, and start the count of the next."""
         nothing = torch.zeros(1, dtype=torch.int64)
         self.state = {"carried": nothing, "peer_bytes": nothing + total}
 
@@ -113,15 +113,19 @@ class Secure(Part):
         return {"peer_bytes": float(self.state["peer_bytes"])}
 
     def rehearse(self, round: Round, clients: Sequence[int], when: str) -> Rehearsal:
-        """Return the exchange `when` of this round among these clients; a pure function of its
-        arguments.
+        """Return an exchange of this round. It is a pure function of the arguments.
+
+        Args:
+            round: The round.
+            clients: The clients that take part.
+            when: `before_train` or `before_upload`.
         """
         return rehearse(
             clients, len(self.units()), self.rules(), stream_choices(round.stream), when
         )
 
     def exchanges(self, when: str) -> bool:
-        """Return True if clients exchange at this point: `before_train` or `before_upload`."""
+        """Return True if clients exchange layers at `before_train` or `before_upload`."""
         return self.when in ("both", when)
 
     def _bytes(self, rehearsal: Rehearsal) -> int:
@@ -135,8 +139,15 @@ def exchange_(
     sources: Sequence[Sequence[int]],
     slots: Tensor,
 ) -> None:
-    """Set `moved[slots[k], unit u]` to `rows[slots[sources[u][k]], unit u]` in place; other rows
-    stay.
+    """Move units between rows: set `moved[slots[k], unit u]` to `rows[slots[sources[u][k]], unit
+    u]`.
+
+    Args:
+        moved: Rows after the exchange, `[S, P]`. Modified in place; other rows stay unchanged.
+        rows: Rows before it, `[S, P]`.
+        units: Column slices that move together.
+        sources: For each unit, the index in `slots` of the source of each client.
+        slots: Slots of the clients, `[k]`.
     """
     slots = slots.to(rows.device)
     for unit, source in zip(units, sources, strict=True):

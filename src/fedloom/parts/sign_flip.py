@@ -17,16 +17,16 @@ class SignFlip(Part):
     """An attack in a simulation: malicious clients upload w - `scale` d_i instead of their model w
     + d_i.
 
-    w is the model that the client was sent. round(`share` N) of the N clients are malicious in all
-    rounds, drawn by the run's seed. Batch-norm statistics stay honest, and clients remember their
-    honest work.
+    w is the model that the client received. round(`share` N) of the N clients are malicious in all
+    rounds, drawn by the run's seed. Batch-norm statistics stay honest, and malicious clients store
+    their honest state.
     Source: Li et al. 2019, "RSA: Byzantine-robust stochastic aggregation methods", sign-flipping
     attack.
-    Use it to see how much a method or a robust rule loses.
+    Use it to measure how much a method or a robust rule loses under an attack.
 
     Args:
-        share: Share of the clients that are malicious; 0 is the clean run.
-        scale: Factor of the flipped update; -1 is the honest one.
+        share: Share of malicious clients; 0 is no attack.
+        scale: Factor of the flipped update; -1 is the honest update.
     """
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.2
@@ -37,9 +37,7 @@ class SignFlip(Part):
     def setup(self, plan: Plan, inner: Inner) -> None:
         super().setup(plan, inner)
         if plan.remote:
-            raise InvalidValue(
-                "sign_flip: an attack is simulated only: leave it out over real sites"
-            )
+            raise InvalidValue("sign_flip only simulates an attack. Remove it over real sites")
         order = torch.randperm(plan.clients, generator=stream(plan.seed, "malicious"))
         self.malicious = frozenset(order[: round(self.share * plan.clients)].tolist())
 

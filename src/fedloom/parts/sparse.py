@@ -12,19 +12,19 @@ from fedloom.parts.codec import Codec, Streams
 
 @algorithms.register("sparse")
 class Sparse(Codec):
-    """Sparse updates: a client sends the numbers of its update that are largest in magnitude, a
+    """Sparse updates: a client sends only the numbers of its update with the largest magnitude, a
     `share` of all.
 
     Of n numbers max(1, floor(share n)) travel as 32-bit indices, in ascending order, and values;
     the others count as zero.
     Source: Aji and Heafield 2017 (gradient dropping); Stich et al. 2018, "Sparsified SGD with
     memory", algorithm 1.
-    Use it when uploads are expensive and clients take part often: an old error is stale when it is
-    sent.
+    Use it when uploads are expensive and clients take part often, since the stored errors of rare
+    clients are stale.
 
     Args:
         share: Share of the numbers that travel (Aji and Heafield: 0.01).
-        feedback: Add what was left out to the client's next update; otherwise small numbers never
+        feedback: Add the omitted numbers to the client's next update; otherwise small numbers never
             arrive.
     """
 
@@ -44,7 +44,7 @@ class Sparse(Codec):
 
     def decode_rows(self, code: Mapping[str, Tensor], size: int, layout: Layout) -> Tensor:
         indices, values = code["indices"].long(), code["values"]
-        # a hostile site's other indices count as nothing
+        # Indices outside the row, from a hostile site, are ignored.
         inside = (indices >= 0) & (indices < size)
         rows = values.new_zeros(len(values), size)
         return rows.scatter_add_(1, indices.clamp(0, size - 1), values * inside)

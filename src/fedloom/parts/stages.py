@@ -1,4 +1,4 @@
-"""Stages: several methods in turn."""
+"""Stages: several methods one after another."""
 
 from collections.abc import Iterator
 from dataclasses import field
@@ -22,7 +22,7 @@ HELD_OUT_LOSS = "@held_out_loss"
 """Name in a reply of the loss on the client's held-out samples."""
 
 HELD_OUT = 0.1
-"""Share of a client's samples that are held out in a stage that ends by itself."""
+"""Share of a client's samples that are held out in an `auto` stage."""
 
 Stage = tuple[Method, int | Literal["auto"] | None]
 """A method and its last round: a number, "auto", or None for the end of the run."""
@@ -30,21 +30,21 @@ Stage = tuple[Method, int | Literal["auto"] | None]
 
 @algorithms.register("stages")
 class Stages(Part):
-    """Several methods in turn: `stages(fedavg:100, fedmr)` is two-stage FedMR-100.
+    """Several methods one after another: `stages(fedavg:100, fedmr)` is two-stage FedMR-100.
 
     The number after a method's colon is its last round; the next method starts from the global
     model of that round. `stages(fedavg:auto, fedmr)` lets the run choose: an `auto` stage ends when
-    the mean held-out loss of the models that it sends is not lower, by the share `improvement`,
-    over the last `patience` rounds than over as many before. In such a stage each client holds out
-    a tenth of its training samples (the same in every round), trains on the others, and returns the
-    loss of the received model on the tenth. Source: FedMR, section 4.3 (two-stage training).
-    Use it to let averaging learn the coarse model fast and recombination finish it, or to change
+    the mean held-out loss over the last `patience` rounds is not lower, by the share `improvement`,
+    than over the same number of rounds before. In such a stage each client holds out a tenth of its
+    training samples (the same in every round), trains on the others, and returns the loss of the
+    received model on the tenth. Source: FedMR, section 4.3 (two-stage training).
+    Use it to learn a coarse model fast by averaging and finish it by recombination, or to change
     between any methods.
 
     Args:
         stages: Methods with their last rounds; the last method runs to the end.
-        patience: Rounds of a mean of held-out losses.
-        improvement: Least relative decrease of that mean.
+        patience: Number of rounds in each mean of held-out losses.
+        improvement: Smallest relative decrease of this mean that continues the stage.
     """
 
     method: Method = field(init=False, repr=False, compare=False)  # unused: a stage is in `stages`
@@ -61,21 +61,23 @@ class Stages(Part):
         if not ends or None in ends[:-1]:
             example = "stages(fedavg:100, fedmr)"
             raise InvalidValue(
-                f"stages needs methods, all but the last with last rounds: {example}"
+                f"stages needs methods, each but the last with its last round: {example}"
             )
         if ends[-1] == "auto":
             raise InvalidValue(
-                "stages: the last method runs to the end of the run, so it takes no :auto"
+                "stages: the last method runs to the end of the run. Remove its :auto"
             )
         nested = [
             c for method in self._inner() for c in components(method) if isinstance(c, Stages)
         ]
         if self.automatic and any(stages.automatic for stages in nested):
-            raise InvalidValue("stages: of stages inside each other only one may end by :auto")
+            raise InvalidValue("stages: only one of nested stages may end by :auto")
         rounds = [0, *(end for end in ends if isinstance(end, int))]
         if rounds != sorted(set(rounds)):
             given = ", ".join(map(str, rounds[1:]))
-            raise InvalidValue(f"stages: last rounds must grow from 1 on, not {given}")
+            raise InvalidValue(
+                f"stages: last rounds must start at 1 or later and increase, not {given}"
+            )
 
     def __str__(self) -> str:
         texts = [str(method) if end is None else f"{method}:{end}" for method, end in self.stages]
@@ -100,7 +102,7 @@ class Stages(Part):
 
     @property
     def automatic(self) -> bool:
-        """True if the run chooses when some stage ends."""
+        """True if the run chooses the end of some stage."""
         return any(end == "auto" for _, end in self.stages)
 
     def waits(self, stage: int) -> bool:
@@ -108,8 +110,12 @@ class Stages(Part):
         return self.stages[stage][1] == "auto"
 
     def stage_of(self, number: int, since: int = 0) -> int:
-        """Return the first stage, from `since` on, that lasts until round `number`; else the last
-        one.
+        """Return the first stage from `since` that lasts until round `number`, or else the last
+        stage.
+
+        Args:
+            number: The round.
+            since: Number of the first stage to consider.
         """
         last = len(self.stages) - 1
         for stage in range(since, last):
@@ -124,12 +130,12 @@ class Stages(Part):
         return end + 1 if isinstance(end, int) else None
 
     def begin(self, stage: int, initial: Tensor | None = None, first_round: int = 1) -> None:
-        """Make the state at the beginning of a stage.
+        """Create the state at the beginning of a stage.
 
         Args:
-            stage: Its number.
-            initial: The model that it starts from, `[P]`, if another one than that of the run.
-            first_round: Its first round.
+            stage: Number of the stage.
+            initial: Initial model of the stage, `[P]`, if it differs from the run's.
+            first_round: First round of the stage.
         """
         self.state = {"stage": torch.tensor([stage])}
         if self.automatic:
@@ -138,14 +144,14 @@ class Stages(Part):
             self.state |= {"initial": initial, "first_round": torch.tensor([first_round])}
 
     def forget(self) -> None:
-        """Drop the state of all stages but the present one."""
+        """Drop the state of all stages except the present one."""
         for stage, (method, _) in enumerate(self.stages):
             if self.state and stage != int(self.state["stage"]):
                 for component in components(method):
                     component.state = {}
 
     def successor(self, number: int) -> int:
-        """Return the stage of the round after `number`. A stage whose last round has passed is
+        """Return the stage of the round after `number`. Stages with an earlier last round are
         skipped.
         """
         stage = int(self.state["stage"])
@@ -154,7 +160,7 @@ class Stages(Part):
         )
         return self.stage_of(number + 1, stage + over)
 
-    # --- hooks of a stage that ends by itself; it is a part of the pipeline only then ---
+    # --- hooks in an `auto` stage; `Stages` is a part of the pipeline only then ---
 
     def setup(self, plan: Plan, inner: Inner) -> None:
         self._require_plan(plan)
@@ -175,13 +181,17 @@ class Stages(Part):
             loss = weighted_mean(replies[HELD_OUT_LOSS].double(), replies.weights)
             losses = torch.cat([self.state["losses"], loss.reshape(1).cpu()])
             self.state["losses"] = losses[-2 * self.patience :]
-        kept = {name: rows for name, rows in replies.matrices.items() if name != HELD_OUT_LOSS}
-        return replies.with_matrices(kept)
+        matrices = {name: rows for name, rows in replies.matrices.items() if name != HELD_OUT_LOSS}
+        return replies.with_matrices(matrices)
 
 
 def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> bool:
-    """Return True if the mean of the last `patience` losses is not lower, by the share
-    `improvement`, than before.
+    """Return True if the mean of the last losses is not sufficiently lower than the mean before.
+
+    Args:
+        losses: Losses by round.
+        patience: Number of rounds in each mean.
+        improvement: Required relative decrease.
     """
     if len(losses) < 2 * patience:
         return False
@@ -190,5 +200,5 @@ def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> 
 
 
 def stages_in(method: Method) -> Iterator[Stages]:
-    """Yield all stages in an expression."""
+    """Yield all `Stages` in an expression."""
     return (component for component in components(method) if isinstance(component, Stages))

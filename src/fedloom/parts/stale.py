@@ -1,5 +1,5 @@
-"""Base of asynchronous parts around algorithms that average: stale replies are moved to the present
-model.
+"""Base of asynchronous parts around algorithms that average. They adjust stale replies to the
+present model.
 """
 
 from abc import abstractmethod
@@ -15,10 +15,10 @@ from fedloom.round import Round
 
 
 class StaleReplies(Arrivals):
-    """Hands the first k replies to the algorithm inside, as if they were replies to the present
-    model.
+    """Passes the first k replies to the algorithm inside, as replies to the present model.
 
-    `moved` gives the models that replace them, with tau the versions by which the model is ahead.
+    `moved` returns the models that replace them. tau is the number of versions by which the present
+    model is ahead.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("only averages",)
@@ -63,6 +63,11 @@ class StaleReplies(Arrivals):
 
     @abstractmethod
     def moved(self, model: Tensor, sent: Tensor, rows: Tensor, stale: Tensor) -> Tensor:
-        """Return models in place of replies `rows [k, P]` to `sent`, `stale [k, 1]` versions behind
-        `model [1, P]`.
+        """Return models that replace stale replies, `[k, P]`.
+
+        Args:
+            model: The present model, `[1, P]`.
+            sent: The models that the clients received, `[k, P]`.
+            rows: Their replies, `[k, P]`.
+            stale: Number of versions by which the present model is ahead, `[k, 1]`.
         """

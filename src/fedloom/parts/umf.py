@@ -23,22 +23,22 @@ class Umf(Part):
     Every client receives each round's model w_t. A selected client that was idle in the round
     before starts from w_t + alpha (eta_t / eta_{t-1}) g_i, every other client from w_t; all train,
     and g_i <- trained - start, `[T]`, is overwritten in each round. Only selected clients upload.
-    `umf(fedavg(weighted=false))` is the paper's FedUmf. g_i moves the start alone: proximal terms
-    and drifts keep the model that was sent for their centre. The inner method's memory of idle
-    clients stays unchanged, since the server never sees their work. Where a method sends each
-    client a different model (FedMR, Indep, FedMut), idle clients are sent the global one, and g_i
-    is fused into whatever slot comes next.
+    `umf(fedavg(weighted=false))` is the paper's FedUmf. g_i moves only the start: proximal terms
+    and drifts remain centred at the received model. The inner method's memory of idle clients stays
+    unchanged, since the server never sees their work. If a method sends each client a different
+    model (FedMR, Indep, FedMut), idle clients receive the global model, and g_i is fused into the
+    next received slot.
 
     Bytes down are counted once for each of the N clients (a broadcast medium carries that message
     once: divide by N).
     Source: FedUmf (Mathematics 2022), algorithm 1.
-    Use it when few clients take part in a round, all can listen, and local computing is cheaper
-    than traffic.
+    Use it when few clients take part in a round, all can receive the model, and local computing is
+    cheaper than traffic.
 
     Args:
         alpha: Weight of the stored update (paper: 0.1, 0.5 or 1); 0 is the inner method.
-        simulate_all: Train all idle clients, not only those that the next round selects, to the
-            same results.
+        simulate_all: Train all idle clients, not only the clients of the next round. The results
+            are the same.
     """
 
     alpha: Probability = 1.0
@@ -49,12 +49,12 @@ class Umf(Part):
 
     @property
     def facts(self) -> Facts:
-        # no idle client trains in the last round
+        # No idle client trains in the last round, so the number of rounds must be known.
         return Facts(needs_total_rounds=not self._trains_all)
 
     @property
     def _trains_all(self) -> bool:
-        """True if all idle clients train, instead of only those that the next round selects."""
+        """True if all idle clients train, not only the clients of the next round."""
         return self.simulate_all or not all(
             inner.facts.foreseeable for inner in components(self.method)
         )
@@ -78,7 +78,7 @@ class Umf(Part):
         start = sent.clone()
         start[:, :trainable] += update.mul(self.alpha * ratio).mul_(fuses.to(update).unsqueeze(1))
         shielded = copy.copy(cohort)
-        # what idle clients write is dropped
+        # Writes of idle clients are dropped.
         shielded.memory = cohort.memory.shielded(cohort.uploads)
         reply = inner.train(shielded, started_from(start, inbox))
         update = reply["model"][:, :trainable] - start[:, :trainable]

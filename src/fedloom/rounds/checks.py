@@ -29,7 +29,7 @@ def require_message(exchange: Exchange, algorithm: Algorithm) -> None:
         if name.startswith("@"):
             function = kind.send if name in exchange.sent else kind.expects
             location = in_brackets(code_location(function))
-            reason = f"names that begin with @ are fedloom's own{location}"
+            reason = f"names that begin with @ are reserved for fedloom{location}"
             raise InvalidValue(f"{kind.__name__} names a tensor {name!r}: {reason}")
     selected, idle = len(exchange.selection.clients), exchange.selection.idle
     allowed = (1, selected + 1) if idle else (1, selected, selected + 1)
