@@ -62,20 +62,34 @@ class Algorithm(Method):
     def fold(self, round: Round, replies: Replies) -> Aggregate:
         """Return the summary of some replies that `update` needs.
 
-        By default these are means, weighted by samples. It may read the state from before the
-        round.
+        It may read the state from before the round.
+
+        Args:
+            round: The round.
+            replies: Replies of a block of slots.
+
+        Returns:
+            By default means of the replies, weighted by samples.
         """
         return replies.aggregate()
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
-        """Update the state from the aggregate of all replies; by default take the mean model."""
+        """Update the state; by default the mean of the replies becomes the model.
+
+        Args:
+            round: The round.
+            aggregate: Aggregate of all replies.
+        """
         self.state["model"] = aggregate.mean["model"]
 
     def receive(self, round: Round, replies: Replies) -> None:
         """Update the state from all replies: by default `fold` them block by block, then `update`.
 
-        An algorithm that needs all replies at the same time overrides this; then all replies are
-        stored.
+        An algorithm that needs all replies at the same time overrides this; then all are stored.
+
+        Args:
+            round: The round.
+            replies: All replies of the round.
         """
         blocks = replies.blocks(block_slots(self.plan.layout.row_bytes))
         folded = reduce(Aggregate.joined, (self.fold(round, block) for block in blocks), NOTHING)
@@ -116,9 +130,14 @@ class Algorithm(Method):
         return {"model": cohort.fit(inbox["model"]).model}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        """Return the model `[k, P]` that each client would use; by default its received model.
+        """Return the model that each client would use; by default its received model.
 
-        Neither memory nor random streams may change.
+        Args:
+            cohort: The clients. Neither memory nor random streams may change.
+            inbox: The message of `deploy`, one row each, `[k, ...]`.
+
+        Returns:
+            The models, `[k, P]`.
         """
         return inbox["model"]
 
@@ -127,7 +146,15 @@ class Algorithm(Method):
         return (slice(0, layout.size),)
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
-        """Return whole models `[k, P]` from the slices that travel and from the clients' memory."""
+        """Return whole models from the slices that travel.
+
+        Args:
+            cohort: The clients, with their memory.
+            model: The slices that travel as "model", `[k, ...]`.
+
+        Returns:
+            The models, `[k, P]`.
+        """
         return model
 
     def units(self) -> list[Unit]:

@@ -38,7 +38,8 @@ class UnknownName(FedloomError, KeyError):
     def __init__(self, kind: str, name: str, registered: Iterable[str]) -> None:
         names = sorted(registered)
         super().__init__(
-            f"unknown {kind} {quoted(name)}{suggestion(name, names)} (there are: {', '.join(names)})"
+            f"unknown {kind} {quoted(name)}{suggestion(name, names)} (there are: "
+            f"{', '.join(names)})"
         )
 
     def __str__(self) -> str:
@@ -178,7 +179,10 @@ def error_text(error: BaseException) -> str:
     PyTorch's advice for a graph that was freed does not help here, so another text replaces it.
     """
     if GRAPH_IS_GONE in str(error):
-        return "a loss or a client half stores a tensor with the graph of an earlier batch: store value.detach()"
+        return (
+            "a loss or a client half stores a tensor with the graph of an earlier batch: "
+            "store value.detach()"
+        )
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

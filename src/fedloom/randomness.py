@@ -29,18 +29,24 @@ def _name(seed: int, purpose: str, round: int, client: int) -> bytes:
 
 
 def stream_seed(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> int:
-    """Return a 63-bit seed for the named stream, for generators that use all of its bits.
+    """Return a 63-bit seed for the named stream.
 
-    NumPy's and CUDA's generators do. For torch's CPU generator see `stream`.
+    It is for generators that use all of its bits, NumPy's and CUDA's. See `stream` for torch's CPU
+    generator and for the arguments.
     """
     digest = hashlib.blake2b(_name(seed, purpose, round, client), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def stream_bytes(size: int, seed: int, purpose: str, *, round: int = 0, client: int = -1) -> bytes:
-    """Return `size` bytes of SHAKE-128 of the stream's name.
+    """Return SHAKE-128 of the stream's name; `stream` describes the name.
 
-    A shorter result is the beginning of a longer one.
+    Args:
+        size: Number of bytes. A shorter result is the beginning of a longer one.
+        seed: Seed of the run.
+        purpose: Name of the draw.
+        round: Number of the round; 0 outside of rounds.
+        client: Number of the client; -1 for draws of the server.
     """
     return hashlib.shake_128(_name(seed, purpose, round, client)).digest(size)
 

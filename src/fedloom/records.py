@@ -41,7 +41,12 @@ def server_model(inbox: Message) -> Tensor:
 
 
 def started_from(start: Tensor, inbox: Message) -> Message:
-    """Return the inbox for local training from `start [k, ...]`; `server_model` stays the same."""
+    """Return the inbox for local training from another model; `server_model` stays the same.
+
+    Args:
+        start: The models to start from, `[k, ...]`.
+        inbox: The inbox with the server's model.
+    """
     return {**inbox, "model": start, SERVER_MODEL: server_model(inbox)}
 
 
@@ -413,6 +418,9 @@ def uniform(round: Round) -> tuple[int, ...]:
     The cost grows with the participants only: Robert Floyd's sampling, then a shuffle. In a
     `poisson` round each client takes part independently with probability `participants` /
     `clients`, so the number of participants varies and may be 0.
+
+    Returns:
+        The clients in the order of their slots.
     """
     generator = round.stream("select")
     if round.poisson:

@@ -81,11 +81,14 @@ class Task:
         """The notices of the data set, and one if integers of a table became classes by default."""
         dataset, names = self.dataset, self.dataset.class_names or ()
         table = dataset.objective is CLASSIFICATION and isinstance(dataset.encoding, TableInputs)
-        text = f"the {dataset.classes} whole numbers of the column {dataset.target!r} are taken as classes: "
+        text = (
+            f"the {dataset.classes} whole numbers of the column {dataset.target!r} "
+            "are taken as classes: "
+        )
         remedy = "objective='regression' (of a file, table(kind=regression)) takes them as numbers"
-        is_told = table and dataset.classes > 2 and dataset.label_type == "number"
-        is_told = is_told and all(map(str.isdecimal, names))
-        return [*dataset.notices, *([text + remedy] if is_told else [])]
+        is_guessed = table and dataset.classes > 2 and dataset.label_type == "number"
+        is_guessed = is_guessed and all(map(str.isdecimal, names))
+        return [*dataset.notices, *([text + remedy] if is_guessed else [])]
 
     @property
     def clients(self) -> int:
@@ -247,7 +250,8 @@ def make_task(
     if isinstance(dataset.train.inputs, LazyInputs) and (merge or shifted is not None):
         option = "merge=true" if merge else f"shift={shift!r}"
         raise InvalidValue(
-            f"{option} needs data in memory, and {dataset.name} is read by the clients: set {VARIABLE}"
+            f"{option} needs data in memory, and {dataset.name} is read by the clients: set "
+            f"{VARIABLE}"
         )
     if merge and local_test is None:
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
@@ -293,7 +297,7 @@ def _require_whole(name: str, value: object) -> None:
 
 
 def _dataset(data: Any, target: str, group: str, objective: Objective | None) -> Dataset:
-    """Return the data set of a name or of the user's data, with another objective where one is set."""
+    """Return the data set of a name or of the user's data, with `objective` if it is set."""
     if not isinstance(data, str | Dataset):
         # with Arrow, which takes a while to load
         from fedloom.data.sets.foreign import foreign_dataset
@@ -301,7 +305,8 @@ def _dataset(data: Any, target: str, group: str, objective: Objective | None) ->
         dataset = foreign_dataset(data, target, group, objective)
     elif target or group:
         raise InvalidValue(
-            "target and group name columns of a table: in the name of a data set, as table(target=...)"
+            "target and group name columns of a table: in the name of a data set, as "
+            "table(target=...)"
         )
     else:
         dataset = make_dataset(data) if isinstance(data, str) else data
@@ -367,7 +372,15 @@ def in_type_of(model: nn.Module, samples: Samples) -> Samples:
 
 
 def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:
-    """Return the task with label noise in the training samples; test labels stay true."""
+    """Return the task with label noise in the clients' training samples.
+
+    All test samples have their true labels.
+
+    Args:
+        task: The task.
+        noise: The label noise.
+        seed: Draws the noise.
+    """
     labels = task.train.labels
     noisy = noise.apply(labels.cpu().numpy(), task.partition, task.dataset.classes, seed)
     train = replace(task.train, labels=torch.from_numpy(noisy).to(labels.device))

@@ -193,7 +193,10 @@ class Training:
         )
         for name, value in self.optimizer_options.items():
             if name not in allowed and not anything:
-                reason = f"has no option {quoted(name)}{suggestion(name, allowed)} (it has: {', '.join(allowed)})"
+                reason = (
+                    f"has no option {quoted(name)}{suggestion(name, allowed)} "
+                    f"(it has: {', '.join(allowed)})"
+                )
                 raise InvalidValue(f"optimizer_options: {self.optimizer} {reason}")
             flag = name in allowed and isinstance(parameters[name].default, bool)
             if flag != isinstance(value, bool) or value in (math.inf, -math.inf):
@@ -215,7 +218,13 @@ class Training:
     def torch_optimizer(self, parameters: Sequence[Tensor], rate: float) -> torch.optim.Optimizer:
         """Return an optimizer with these settings.
 
-        A user's class uses its default momentum and weight decay if these are 0 here.
+        Args:
+            parameters: Tensors to train.
+            rate: Learning rate.
+
+        Returns:
+            The optimizer. A user's class uses its default momentum and weight decay if these are 0
+                here.
         """
         settings = {
             name: getattr(self, name)
@@ -263,7 +272,15 @@ class Training:
         return replace(length, **chosen) if chosen else length
 
     def local_steps(self, samples: Tensor, smallest: int = 1) -> Tensor:
-        """Return the steps `[k]` in a round of clients with `samples [k]` samples."""
+        """Return the number of local steps in a round.
+
+        Args:
+            samples: Number of samples of each client, `[k]`.
+            smallest: Smallest batch that is not skipped.
+
+        Returns:
+            Steps of each client, `[k]`.
+        """
         return self.passes(smallest=smallest).count(samples)
 
     def samples_seen(self, samples: float) -> float:

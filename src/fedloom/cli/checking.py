@@ -31,7 +31,8 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
         results = [examine(method, task) for method in configuration.methods]
     elif overrides:
         raise InvalidValue(
-            f"{overrides[0]!r} changes a configuration, but {subject!r} is a method: give a file.toml"
+            f"{overrides[0]!r} changes a configuration, but {subject!r} is a method: give a "
+            "file.toml"
         )
     else:
         results = [examine(subject)]
@@ -43,9 +44,8 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
             if finding.remedy:
                 print(f"      {finding.remedy}")
         if result.sizes:
-            print(
-                f"  {', '.join(f'{name}: {byte_text(size)}' for name, size in result.sizes.items())}"
-            )
+            sizes = (f"{name}: {byte_text(size)}" for name, size in result.sizes.items())
+            print(f"  {', '.join(sizes)}")
     if any(result.findings for result in results):
         raise typer.Exit(1)
 

@@ -44,10 +44,12 @@ def keys(
     folders = f"{keys.site(0)} ... {keys.site(keys.sites - 1)}" if keys.sites > 1 else keys.site(0)
     print(f"{len(keys.written)} files made in {keys.folder}")
     print(
-        f"  {keys.authority_key.parent}: signs certificates; do not copy it to a machine of the federation"
+        f"  {keys.authority_key.parent}: signs certificates; do not copy it to a machine of "
+        "the federation"
     )
     print(
-        f"  {keys.server}: for the server's machine (ca.crt, server.crt, server.key, the sites' public keys)"
+        f"  {keys.server}: for the server's machine (ca.crt, server.crt, server.key, the "
+        "sites' public keys)"
     )
     print(f"  {folders}: each only for its site (ca.crt, site.key, all public keys in peers.pub)")
     hosts = ", ".join(("localhost", "127.0.0.1", *(host or ())))
@@ -72,7 +74,8 @@ def init(
     file = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
     plan = write_app(folder, file, overrides)
     print(
-        f"{folder}: {plan.algorithm} on {plan.data.name} over {plan.data.clients} sites, {plan.rounds} rounds"
+        f"{folder}: {plan.algorithm} on {plan.data.name} over {plan.data.clients} sites, "
+        f"{plan.rounds} rounds"
     )
     print(f"next steps: {folder / 'README.md'}")
 

@@ -35,7 +35,8 @@ def bundle(
     path = to or Path(f"{folder.resolve().name}.zip")
     bundled = write_bundle(folder, path)
     print(
-        f"{path}: {len(bundled.runs)} run{'s' * (len(bundled.runs) > 1)}, {byte_text(path.stat().st_size)}"
+        f"{path}: {len(bundled.runs)} run{'s' * (len(bundled.runs) > 1)}, "
+        f"{byte_text(path.stat().st_size)}"
     )
     if bundled.code:
         print(f"your own code in it: {', '.join(bundled.code)}")

@@ -146,13 +146,15 @@ def _print_estimate(plan: ReproducePlan) -> None:
     skipped = f" ({finished} finished before)" if finished else ""
     seconds, steps = sum(run.seconds for run in waiting) / busy, sum(run.steps for run in waiting)
     console.print(
-        f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(len(plan.jobs))}{skipped}, {steps:,} local steps: "
+        f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(len(plan.jobs))}{skipped}, "
+        f"{steps:,} local steps: "
         f"about {time_text(seconds)} on this machine, if its cores are otherwise idle"
         + (f", with {busy} workers" if busy > 1 else "")
     )
     if seconds > 600:
         console.print(
-            "to reduce it: --rounds, --seeds, --samples, --rows or --columns; results are then labelled PARTIAL"
+            "to reduce it: --rounds, --seeds, --samples, --rows or --columns; results are "
+            "then labelled PARTIAL"
         )
 
 
@@ -196,7 +198,8 @@ def _list(folders: dict[str, str]) -> None:
             "or set FEDLOOM_DATA to the folder of all data."
         )
     console.print(
-        "fedloom paper reproduce ID --estimate prints the duration of one; docs/reproduce.md describes the protocols."
+        "fedloom paper reproduce ID --estimate prints the duration of one; docs/reproduce.md "
+        "describes the protocols."
     )
 
 

@@ -70,7 +70,8 @@ def run(
         speed, product = training_speed(make_task(configuration.seed), clients, seconds)
         share = f"{speed / product:.0%} of a large matrix product here ({product:,.0f} GFLOP/s)"
         print(
-            f"fastest round: {clients} clients trained in {time_text(seconds)}, {speed:,.1f} GFLOP/s, {share}"
+            f"fastest round: {clients} clients trained in {time_text(seconds)}, {speed:,.1f} "
+            f"GFLOP/s, {share}"
         )
     print(f"model:  {path / 'model.safetensors'}\nreport: {page}")
 
@@ -98,7 +99,8 @@ def compare(
         if (workers := configuration.runs_at_a_time) > 1:
             threads = threads_each(configuration, runs)
             watch.line(
-                f"up to {workers} runs at a time, threads per run: {threads} (workers=1: one after another)"
+                f"up to {workers} runs at a time, threads per run: {threads} (workers=1: one "
+                "after another)"
             )
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
     sheets = comparison.result(failed).sheets

@@ -92,7 +92,8 @@ def watch(folder: Folder, port: Port = 8600) -> None:
 
     if not folder.is_dir():
         raise InvalidValue(
-            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: give a folder of runs"
+            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: give a "
+            "folder of runs"
         )
     server = Server(folder, port)
     print(f"{folder}: {server.url}", flush=True)
@@ -124,13 +125,14 @@ def statistics(
     from fedloom.survey import federated_statistics
     from fedloom.survey.column_statistics import read_bounds
 
-    given = {"smallest": smallest, "bins": bins, "epsilon": epsilon, "delta": delta}
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = {"smallest": smallest, "bins": bins, "epsilon": epsilon, "delta": delta}
+    settings: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     limits = read_bounds(bounds or [], "--bounds")
     if file.is_dir():
         if output or overrides:
             raise InvalidValue(
-                "--output and KEY=VALUE are for one machine: with sites, see the server's output folder"
+                "--output and KEY=VALUE are for one machine: with sites, see the server's "
+                "output folder"
             )
         run_app(file, settings | {"bounds": "; ".join(bounds or []), "only": "statistics"})
         return

@@ -40,7 +40,7 @@ def print_tables(sheets: Sequence[Sheet]) -> None:
 
 
 def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
-    """Return the comparison of one setting, in tables that fit the width."""
+    """Return the comparison of one setting, in tables that fit into `width` terminal columns."""
     room = width - _SHORTEST - 2
     return [table for half in sheet.halves() for table in _fitting(half, room)]
 
@@ -48,7 +48,9 @@ def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
     """Return one measure of every method in every setting.
 
-    Settings are side by side, as far as the terminal has room.
+    Args:
+        sheets: The comparison of each setting.
+        width: Columns of the terminal; further settings go to further tables.
     """
     table = overall(sheets)
     return _fitting(table, width - min(_sizes(table)[0], _LONGEST), caption(sheets))

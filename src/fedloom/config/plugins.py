@@ -70,11 +70,11 @@ def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Cal
 def refused_code() -> Iterator[None]:
     """Refuse to import the user's modules in this block: naming one raises `InvalidValue`."""
     global _refuses
-    before, _refuses = _refuses, True
+    previous, _refuses = _refuses, True
     try:
         yield
     finally:
-        _refuses = before
+        _refuses = previous
 
 
 _refuses = False
@@ -92,7 +92,8 @@ def _imported(name: str, key: str, own: bool = False) -> ModuleType:
     if "/" in name or name.endswith(".py"):
         module = name.removesuffix(".py").replace("/", ".").strip(".")
         raise InvalidValue(
-            f"{key}: {quoted(name)} is a file: give the name of the module, such as {quoted(module)}"
+            f"{key}: {quoted(name)} is a file: give the name of the module, such as "
+            f"{quoted(module)}"
         )
     if not {"", os.getcwd()} & set(sys.path):
         # stays: worker processes and unpickling import it again

@@ -37,7 +37,9 @@ def constant() -> RateSchedule:
 
 @rate_schedules.register("cosine")
 def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedule:
-    """Multiply the rate by least + (1 - least) (1 + cos(pi t / T)) / 2 after t of T rounds or steps.
+    """Multiply the rate by least + (1 - least) (1 + cos(pi t / T)) / 2 after t of T steps.
+
+    Steps are rounds, or the local steps of a client.
 
     Args:
         over: T; by default all rounds or steps.

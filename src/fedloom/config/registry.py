@@ -82,7 +82,8 @@ class Entry(Generic[T]):
         allowed = ", ".join(names) or "none"
         if len(positional) > len(names):
             raise InvalidValue(
-                f"{self.name} takes at most {len(names)} arguments ({allowed}), not {len(positional)}"
+                f"{self.name} takes at most {len(names)} arguments ({allowed}), not "
+                f"{len(positional)}"
             )
         options = dict(zip(names, positional, strict=False))
         for name in named:

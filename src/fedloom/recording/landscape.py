@@ -128,7 +128,15 @@ class Landscape(Recorder):
 
 
 def gaussian(layout: Layout, directions: int, axis: str) -> Tensor:
-    """Draw a standard normal row `[P]` by its name, equal for all models of one architecture."""
+    """Draw a standard normal row `[P]` by its name.
+
+    It is the same for all models of one architecture.
+
+    Args:
+        layout: Layout of the model.
+        directions: Seed.
+        axis: Name of the direction.
+    """
     return torch.randn(
         layout.size, generator=stream(directions, f"landscape {axis}"), dtype=layout.dtype
     )

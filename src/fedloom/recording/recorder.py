@@ -62,7 +62,12 @@ class RunContext:
             raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty")
 
     def test_score(self, row: Tensor, integers: Tensor | None) -> dict[str, float]:
-        """Return the figures of the model `row [P]` on the global test set, in evaluation mode."""
+        """Return the figures of a model on the global test set, in evaluation mode.
+
+        Args:
+            row: The model, `[P]`.
+            integers: Integer buffers of the model.
+        """
         return self.evaluator.score(row, self.task.test, integers)
 
     def client(self, number: int) -> int:
@@ -173,13 +178,24 @@ class Recorder:
         """Return a measurement's value after the method has received the replies.
 
         Figures of the aggregate may be added.
+
+        Args:
+            value: The value of `measure` or of the hook.
+            federation: The federation after the round.
+            context: The run.
         """
         return value
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
         """Return all measurements in the form for reports.
 
-        By default these are the rounds and, by name, the values that any round has.
+        Args:
+            series: (round, value) in the order of the rounds.
+            tensors: Tensors by round and name.
+            context: The run.
+
+        Returns:
+            By default the rounds and, by name, the values that any round has.
         """
         curves = {name: [value[name] for _, value in series] for name in series[0][1]}
         measured = {

@@ -120,7 +120,10 @@ class Recording:
     def observe(self, round: Round, jobs: Sequence[Job], replies: Replies) -> None:
         """Let the recorders measure this round, which may still fail.
 
-        No argument is changed, and none is stored without a copy.
+        Args:
+            round: The round.
+            jobs: The clients' work. It is not changed, and nothing is stored without a copy.
+            replies: The clients' replies, likewise.
         """
         exchanges = _exchanges(jobs, replies)
         self._pending = {}

@@ -27,7 +27,7 @@ FLAT = 1e-6
 @recorders.register("trajectory")
 @dataclass(frozen=True)
 class Trajectory(Recorder):
-    """The trained models of `client` in rounds `first` to `last`, and its local loss in their plane.
+    """The trained models of `client` in rounds `first` to `last`, and the loss in their plane.
 
     After the run: the models' trainable parameters in the plane of their two principal components
     (`principal_plane`), and the client's mean training loss in evaluation mode on `grid` x `grid`

@@ -27,12 +27,27 @@ _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 
 
 def seal(content: bytes, key: bytes, context: bytes) -> bytes:
-    """Seal for the owner of the X25519 public key; only the same `context` opens it."""
+    """Seal a content for the owner of a key.
+
+    Args:
+        content: The content.
+        key: X25519 public key, 32 bytes.
+        context: Bytes that `unseal` must repeat.
+    """
     return _SUITE.encrypt(content, X25519PublicKey.from_public_bytes(key), context)
 
 
 def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | None:
-    """Return the content, or None if key, context or envelope do not match."""
+    """Open an envelope.
+
+    Args:
+        envelope: The sealed content.
+        key: X25519 private key.
+        context: The context of `seal`.
+
+    Returns:
+        The content, or None if key, context or envelope do not match.
+    """
     try:
         return _SUITE.decrypt(envelope, key, context)
     except (InvalidTag, ValueError):

@@ -70,7 +70,8 @@ class Rules:
         largest = self.high or self.low
         if largest > units:
             raise InvalidValue(
-                f"low and high must be at most {units}, the number of a model's layers, not {largest}"
+                f"low and high must be at most {units}, the number of a model's layers, not "
+                f"{largest}"
             )
         if self.high is not None:
             return [(self.low, self.high)] * self.repeats
@@ -101,7 +102,13 @@ def stream_draw(generator: torch.Generator) -> Draw:
 
 
 def sample(items: Sequence[T], count: int, draw: Draw) -> list[T]:
-    """Draw `count` distinct items, uniformly, in random order (Fisher and Yates)."""
+    """Draw distinct items, uniformly and in random order (Fisher and Yates).
+
+    Args:
+        items: The items.
+        count: Number of items to draw.
+        draw: Source of random integers.
+    """
     shuffled = list(items)
     for index in range(count):
         partner = index + draw(len(shuffled) - index)
@@ -146,7 +153,13 @@ class LayerBuffers(Generic[T]):
     def send(self, low: int, high: int, draw: Draw) -> list[Sent[T]]:
         """Send n layers, each to a peer drawn uniformly (stage 1).
 
-        A peer without others sends none.
+        Args:
+            low: Smallest n.
+            high: Largest n.
+            draw: Source of random integers.
+
+        Returns:
+            The sent layers; none if the peer has no others to send to.
         """
         if not self.others:
             return []
@@ -159,7 +172,15 @@ class LayerBuffers(Generic[T]):
         return going
 
     def exchange(self, received: Sequence[Sent[T]], draw: Draw) -> list[Sent[T]]:
-        """Store all received layers, then return a random one of each index (stages 2 and 3)."""
+        """Store all received layers, then return a random one of each index (stages 2 and 3).
+
+        Args:
+            received: Received layers, with their senders.
+            draw: Source of random integers.
+
+        Returns:
+            A layer for each received one, with the peer that gets it.
+        """
         ordered = sorted(received, key=lambda sent: (sent.peer, sent.layer))
         for _, index, item in ordered:
             self.buffers[index].append(item)

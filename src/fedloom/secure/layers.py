@@ -10,21 +10,36 @@ from fedloom.flat.layout import Unit
 
 
 def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:
-    """Return the bytes of each layer of rows such as `like`."""
+    """Return the bytes of each layer.
+
+    Args:
+        units: Slices of a row that form a layer.
+        like: A row `[P]` of the model's type.
+    """
     return [sum(span.stop - span.start for span in unit) * like.element_size() for unit in units]
 
 
 def to_layers(row: Tensor, units: Sequence[Unit]) -> list[bytes]:
-    """Return the numbers of a row `[P]`, layer by layer, as bytes.
+    """Convert a row to the bytes of its layers.
 
-    Their order is the machine's (little-endian with PyTorch).
+    Args:
+        row: The model, `[P]`.
+        units: Slices of a row that form a layer.
+
+    Returns:
+        The numbers of each layer in the machine's byte order (little-endian with PyTorch).
     """
     flat = row.detach().cpu()
     return [torch.cat([flat[span] for span in unit]).numpy().tobytes() for unit in units]
 
 
 def from_layers(layers: Sequence[bytes | None], units: Sequence[Unit], like: Tensor) -> Tensor:
-    """Return `like [P]` with these layers in its units; layers that are None are not changed.
+    """Return a row with these layers.
+
+    Args:
+        layers: Bytes of each layer; None leaves the layer unchanged.
+        units: Slices of a row that form a layer.
+        like: The row to copy, `[P]`.
 
     Raises:
         InvalidValue: A layer has another size.

@@ -94,7 +94,8 @@ def _built(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> nn.Mod
     expression = metadata["model"]
     if ":" in expression or expression.partition("(")[0] not in models:
         raise CheckpointError(
-            f"its model is your own ({expression}): give it as module=..., since a file runs no code"
+            f"its model is your own ({expression}): give it as module=..., since a file runs "
+            "no code"
         )
     vocabulary = int(metadata["vocabulary"]) if metadata["vocabulary"] else None
     spec = DataSpec(
@@ -120,7 +121,8 @@ def _require_shapes(
         ]
         if shapes[0] != shapes[1]:
             raise CheckpointError(
-                f"tensor {quoted(name)} is {shapes[0]} in the file and {shapes[1]} in {quoted(expression)}"
+                f"tensor {quoted(name)} is {shapes[0]} in the file and {shapes[1]} in "
+                f"{quoted(expression)}"
             )
 
 

@@ -98,7 +98,8 @@ def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
             )
             if not difference <= _TOLERANCE:
                 raise InvalidValue(
-                    f"the outputs of the model in {to} differ by {difference:.2g} of the largest output"
+                    f"the outputs of the model in {to} differ by {difference:.2g} of the "
+                    "largest output"
                 )
     return path
 

@@ -87,7 +87,8 @@ def _samples(predictor: Predictor, path: Path, to_text: bool) -> tuple[Any, Any]
         arrays = read_arrays(path)
         if "inputs" not in arrays:
             raise DataError(
-                f"{path}: no array 'inputs' (it has: {shortened(', '.join(sorted(arrays))) or 'none'})"
+                f"{path}: no array 'inputs' (it has: "
+                f"{shortened(', '.join(sorted(arrays))) or 'none'})"
             )
         return arrays["inputs"], pa.table({"sample": range(len(arrays["inputs"]))})
     if isinstance(inputs, PictureInputs):
@@ -126,7 +127,8 @@ def prediction_columns(predictor: Predictor, arrays: Mapping[str, Any]) -> dict[
     for name, values in arrays.items():
         if values.ndim > 2:
             raise InvalidValue(
-                f"predictions of shape {list(values.shape[1:])} do not fit in a row: use --to FILE.npz"
+                f"predictions of shape {list(values.shape[1:])} do not fit in a row: use --to "
+                "FILE.npz"
             )
         if values.ndim == 1:
             columns[name] = values

@@ -99,8 +99,8 @@ def deployment(run_config: Mapping[str, Any]) -> Deployment:
     bounds = read_bounds(
         filter(str.strip, values.pop("bounds", "").split(";")), "run configuration: bounds"
     )
-    asked = {name: values.pop(name) for name in ("smallest", "bins", "delta") if name in values}
-    survey = Survey(bounds=bounds, epsilon=values.pop("epsilon", 0) or None, **asked)
+    options = {name: values.pop(name) for name in ("smallest", "bins", "delta") if name in values}
+    survey = Survey(bounds=bounds, epsilon=values.pop("epsilon", 0) or None, **options)
     return Deployment(text, federation, output, sites, survey=survey, **values)
 
 

@@ -152,7 +152,8 @@ def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
         certificate, today = _read_certificate(path), datetime.now(UTC)
         if certificate.not_valid_after_utc < today:
             raise InvalidValue(
-                f"{path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}: remove it to have a new one"
+                f"{path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}: remove it to "
+                "have a new one"
             )
         alternatives = certificate.extensions.get_extension_for_class(
             x509.SubjectAlternativeName
@@ -164,7 +165,8 @@ def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
         return
     if not keys.authority_key.exists():
         raise DataError(
-            f"{path} cannot be signed: put {keys.authority_key} back, or make all keys in another folder"
+            f"{path} cannot be signed: put {keys.authority_key} back, or make all keys in "
+            "another folder"
         )
     purposes = [
         x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),

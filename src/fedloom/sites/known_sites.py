@@ -116,9 +116,14 @@ class KnownSites:
             raise InvalidValue(f"{connected}; missing: partition-id {names}")
 
     def find(self, numbers: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the nodes of the connected sites among `numbers`, by number.
+        """Return the nodes of connected sites.
 
-        If a site is missing, wait up to `seconds` for new nodes.
+        Args:
+            numbers: Numbers of sites.
+            seconds: Longest time to wait for new nodes if a site is missing.
+
+        Returns:
+            Flower's node of each connected site, by the site's number.
         """
         self._until(lambda: set(numbers) <= self.present() or not self._greeted, seconds)
         present = self.present()
@@ -182,7 +187,8 @@ class KnownSites:
         for name, value in self._agreed.items():
             if words.get(name) != value:
                 raise RefusedReply(
-                    f"site {number}: {name} is {words.get(name)!r:.80} there, but {value!r:.80} here"
+                    f"site {number}: {name} is {words.get(name)!r:.80} there, but "
+                    f"{value!r:.80} here"
                 )
         samples, tests = (
             whole_number(words, "samples", 1, MOST_SAMPLES),
@@ -202,7 +208,8 @@ class KnownSites:
                 self._ignored[site.node] = site.number
                 nodes = f"nodes {holder.node} and {site.node}"
                 raise RefusedReply(
-                    f"two sites have partition-id {site.number} ({nodes}): give each a different one"
+                    f"two sites have partition-id {site.number} ({nodes}): give each a "
+                    "different one"
                 )
             _logger.info("site %d is back", site.number)
         self.known[site.number] = site

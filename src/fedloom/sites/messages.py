@@ -212,7 +212,8 @@ def figures_of(words: Words, declared: Collection[str]) -> dict[str, float]:
     for name, value in figures.items():
         if name not in declared:
             raise RefusedReply(
-                f"unknown figure {name!r:.80} of a client (allowed: {', '.join(sorted(declared)) or 'none'})"
+                f"unknown figure {name!r:.80} of a client (allowed: "
+                f"{', '.join(sorted(declared)) or 'none'})"
             )
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise RefusedReply(f"the figure {name} is not a finite number")

@@ -133,7 +133,7 @@ class Opening:
 
     @classmethod
     def read(cls, path: Path, count: int) -> "Opening | None":
-        """Read the opening in a file; None if there is no file.
+        """Read the opening in a file; None if the file does not exist.
 
         Raises:
             CheckpointError: The file cannot be read.
@@ -289,7 +289,8 @@ class Gathering:
                 statistics.save(path.with_suffix(suffix))
         else:
             _logger.info(
-                "statistics with noise are read from %s: new ones would cost the same privacy again",
+                "statistics with noise are read from %s: new ones would cost the same privacy "
+                "again",
                 path,
             )
         table = statistics_table(statistics)
@@ -314,8 +315,8 @@ class Gathering:
             self.settings.deadline or self.settings.wait,
             pack({**request, **sites.briefing}),
         )
-        send, known = self.mailbox.send, sites.known.items()
-        sent = {send(site.node, "query.statistics", content): number for number, site in known}
+        send, introduced = self.mailbox.send, sites.known.items()
+        sent = {send(site.node, "query.statistics", content): number for number, site in introduced}
         answers = {}
         for message_id, reply in self.mailbox.collect(filter(None, sent), seconds):
             try:

@@ -69,7 +69,8 @@ class Site:
             )
         if config.number >= settings.clients:
             raise InvalidValue(
-                f"partition-id {config.number} is not one of 0 to {settings.clients - 1} (data.clients)"
+                f"partition-id {config.number} is not one of 0 to {settings.clients - 1} "
+                "(data.clients)"
             )
         return cls(settings, config)
 
@@ -118,7 +119,8 @@ class Site:
         if lists := [column.name for column in dataset.encoding.columns if column.width > 1]:
             remedy = "make a column of each number, or let all sites bring arrays"
             raise InvalidValue(
-                f"site {self.number}: column {quoted(lists[0])} of {source} contains lists: {remedy}"
+                f"site {self.number}: column {quoted(lists[0])} of {source} contains lists: "
+                f"{remedy}"
             )
         train, share = (
             Partition.of([np.arange(len(dataset.train))]),
@@ -237,7 +239,15 @@ class Site:
         return to_layers(model[0], method.units())
 
     def evaluate(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
-        """Evaluate the client's model, or the received one, on the client's test samples."""
+        """Evaluate the client's model, or the received one, on the client's test samples.
+
+        Args:
+            words: The client, the round, and the version of the memory.
+            inbox: Tensors that the server sent, one row each.
+
+        Returns:
+            The number of samples, and totals by name.
+        """
         round, client = self._addressed(words)
         engine, _, _ = self._remembering(words, round, client, inbox)
         pipeline = self._pipeline(engine.task, round, inbox)
@@ -252,9 +262,13 @@ class Site:
         """Raise `InvalidValue` if this site has no key to prove its identity to the others."""
         if self.config.identity is None:
             example = "identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'"
-            remedy = f"set its key and the public keys of all sites in the node configuration ({example})"
+            remedy = (
+                "set its key and the public keys of all sites in the node configuration "
+                f"({example})"
+            )
             raise InvalidValue(
-                f"site {self.number}: {self.settings.algorithm} needs the keys of the sites: {remedy}"
+                f"site {self.number}: {self.settings.algorithm} needs the keys of the sites: "
+                f"{remedy}"
             )
         return self.config.identity
 

@@ -260,7 +260,13 @@ def of_columns(configuration: Configuration) -> bool:
 
 
 def standardised_target(dataset: Dataset, agreed: Preprocessing, objective: Any) -> Dataset:
-    """Return the data set with this objective and a numeric target standardised as agreed."""
+    """Return the data set with this objective and a numeric target standardised as agreed.
+
+    Args:
+        dataset: The site's data set.
+        agreed: Preprocessing of the federation, with mean and deviation of the target.
+        objective: The objective of the federation.
+    """
     if not agreed.outputs.mean or not isinstance(objective, Regression):
         return replace(dataset, objective=objective, standardise=False)
     scaled = Standardised(
@@ -273,7 +279,15 @@ def standardised_target(dataset: Dataset, agreed: Preprocessing, objective: Any)
 
 
 def agreed_table(statistics: Statistics, roles: Columns) -> Preprocessing:
-    """Return the preprocessing of tables with these statistics; the last column is the target."""
+    """Return the preprocessing of tables with these statistics.
+
+    Args:
+        statistics: Statistics of the sites' columns; the last column is the target.
+        roles: Roles of columns in the configuration.
+
+    Raises:
+        InvalidValue: Too few rows of each site have values of a column.
+    """
     columns = []
     for name, column in statistics.columns.items():
         if not column.count > 0 or (column.kind == "categories" and not column.categories):
@@ -312,7 +326,12 @@ def _numbers_first(text: str) -> tuple[bool, int, str]:
 def server_table(agreed: Preprocessing, configuration: Configuration) -> Dataset:
     """Return the server's data set of a federation of tables.
 
-    It has no row to train on, and the rows of the configuration's path to test on.
+    Args:
+        agreed: Preprocessing of the federation.
+        configuration: Configuration of the federation; its data set may have a path.
+
+    Returns:
+        A data set without training rows. The rows of the path, if any, are for testing.
     """
     _, options = datasets.read(configuration.data.name)
     roles = replace(table_roles(configuration) or Columns(), target=agreed.outputs.name)

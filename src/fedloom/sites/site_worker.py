@@ -43,9 +43,14 @@ _logger = logging.getLogger("flwr.fedloom")
 
 
 def answer(message: Message, context: Context) -> RecordDict:
-    """Return the site's answer, or its reason for refusing.
+    """Return the site's answer to a message.
 
-    The reason is one line; the site's log contains more.
+    Args:
+        message: The message.
+        context: The site's configuration.
+
+    Returns:
+        The answer, or the reason for refusing in one line; the site's log contains more.
     """
     try:
         words = words_of(message, ARRAYS, PARCEL)

@@ -68,7 +68,10 @@ def write_app(
     """
     name = folder.resolve().name
     if not re.fullmatch(rf"[A-Za-z][A-Za-z0-9-]{{0,{_LONGEST - 1}}}", name):
-        rule = f"letters, digits and hyphens, begin with a letter and have at most {_LONGEST} characters"
+        rule = (
+            "letters, digits and hyphens, begin with a letter "
+            f"and have at most {_LONGEST} characters"
+        )
         raise InvalidValue(f"folder {name!r}, the name of the app, must consist of {rule}")
     text = _configuration_text(file, overrides)
     plan = configuration({"name": name, **tomllib.loads(text)})

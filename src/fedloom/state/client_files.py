@@ -64,7 +64,13 @@ class ClientFiles:
         remove(self.path(client, version))
 
     def remove_before(self, client: int, version: int, needed: Collection[int]) -> None:
-        """Remove this client's versions before `version`, except those still needed."""
+        """Remove this client's old versions.
+
+        Args:
+            client: Number of the client.
+            version: The oldest version that is not removed.
+            needed: Older versions that are not removed either.
+        """
         for number, older in self.scan():
             if number == client and older < version and older not in needed:
                 self.remove(number, older)

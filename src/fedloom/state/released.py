@@ -105,14 +105,19 @@ class ReleaseLedger:
 
     def require_methods(self, methods: Collection[str]) -> None:
         """Raise `CheckpointError` for releases of other methods: their cost would be lost."""
-        known = {*methods, CUT_SHORT, STATISTICS}
-        if unknown := sorted({release.method for release in self.releases} - known):
+        allowed = {*methods, CUT_SHORT, STATISTICS}
+        if unknown := sorted({release.method for release in self.releases} - allowed):
             raise self._refusal(f"counts releases of {unknown[0]!r}, but this run does not use it")
 
     def counts(self, method: str, clients: int) -> Tensor:
-        """Return the number of releases that each client has paid for, `[clients]` int64.
+        """Return the number of releases that each client has paid for.
 
-        A release without names costs all clients.
+        Args:
+            method: Method of the releases.
+            clients: Number of clients.
+
+        Returns:
+            `[clients]` int64. A release without names costs all clients.
         """
         counts = torch.zeros(clients, dtype=torch.int64)
         for release in self.releases:

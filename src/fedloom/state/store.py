@@ -256,9 +256,12 @@ class Memory:
         self._written[name] = rows.detach(), self._mask
 
     def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
-        """Write rows `[k, ...]` only for the clients in the mask `clients [k]`.
+        """Write rows for some clients. They are read back from the next round on.
 
-        They are read back from the next round on.
+        Args:
+            name: Name of the tensor.
+            rows: `[k, ...]`.
+            clients: Mask `[k]` of the clients that write.
         """
         self._unread[name] = rows.detach(), clients & self._mask
 

@@ -44,7 +44,8 @@ def write_tensors(
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
             raise CheckpointError(
-                f"{path} cannot be written: safetensors does not support {tensor.dtype}, the type of {name}"
+                f"{path} cannot be written: safetensors does not support {tensor.dtype}, the "
+                f"type of {name}"
             )
     plain = _ordered({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     about = json.dumps(dict(metadata), sort_keys=True)
