@@ -31,7 +31,8 @@ from fedloom.flat.linear_chain import FoldedSGD, linear_layers
 from fedloom.flat.module import Batch
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation, Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from outcome import tell
 
 RATE = 0.05

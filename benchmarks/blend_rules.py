@@ -27,9 +27,9 @@ import fedloom as fl
 from blend import noisy_task
 from fedloom.algorithm import Facts, Round
 from fedloom.data import Dataset
+from fedloom.data.dataset import make_dataset
 from fedloom.flat.population import recombine_, total_variance, weighted_mean
 from fedloom.records import Plan, Replies
-from fedloom.task import make_dataset
 from map import EVALUATIONS, SKEWS, Runs, Setting, late, recorded
 from outcome import append
 

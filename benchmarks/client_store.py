@@ -40,7 +40,8 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.files import flush
 from fedloom.state.store import ClientStore, Memory
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from outcome import tell
 
 

@@ -24,7 +24,8 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from outcome import tell
 
 BASELINES = (

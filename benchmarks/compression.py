@@ -15,9 +15,10 @@ from dataclasses import replace
 
 import torch
 
+from fedloom.data.dataset import make_dataset
 from fedloom.report.summary import bytes_to
 from fedloom.runs.run import run
-from fedloom.task import make_dataset, make_task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 
 METHODS = (

@@ -44,7 +44,8 @@ from fedloom.flat.device import keep_pages
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from limit import cnn, mlp
 from outcome import tell
 

@@ -32,7 +32,8 @@ from fedloom.rounds.evaluation import Evaluation
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from outcome import tell
 
 

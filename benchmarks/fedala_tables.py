@@ -23,13 +23,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fedloom.data import Dataset
+from fedloom.data.dataset import make_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.device import keep_pages
 from fedloom.parts.building import build
 from fedloom.reviews.papers.printed import printed
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import Task, make_dataset, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from outcome import tell
 
 METHODS = {

@@ -28,8 +28,8 @@ import torch
 
 import fedloom as fl
 from fedloom.data import Dataset
+from fedloom.data.dataset import make_dataset
 from fedloom.recording.round_models import CURVES
-from fedloom.task import make_dataset
 from outcome import append
 
 ROUNDS, SEEDS = 400, 5

@@ -27,7 +27,8 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.flat.device import keep_pages
 from fedloom.flat.population import recombine_, weighted_mean
 from fedloom.rounds.federation import Federation, Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from outcome import tell
 
 CLIENTS = 10

@@ -31,10 +31,10 @@ import torch
 import fedloom as fl
 from blend import noisy_task
 from fedloom.data import Dataset
+from fedloom.data.dataset import make_dataset
 from fedloom.flat.population import total_variance, weighted_mean
 from fedloom.records import Replies
 from fedloom.round import Round
-from fedloom.task import make_dataset
 from outcome import append, tell
 
 SEEDS = 3

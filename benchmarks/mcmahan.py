@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import fedloom as fl
+from fedloom.data.dataset import make_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import Diverged
@@ -43,7 +44,6 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.identity import environment
 from fedloom.state.files import write_text
-from fedloom.task import make_dataset
 from outcome import append, tell
 
 SEEDS = 3

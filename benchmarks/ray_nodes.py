@@ -27,7 +27,8 @@ from fedloom.records import Exchange
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, FoldedBlock, Job, Result
 from fedloom.rounds.federation import Federation, Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from outcome import tell
 
 

@@ -28,7 +28,8 @@ from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 
 CLIENTS = 20
 SHARES = (0.1, 0.2, 0.3, 0.4)

@@ -29,7 +29,8 @@ from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from outcome import tell
 
 COLUMNS = ("rows_s", "stacked_s", "processes_s", "stacked_processes_s")

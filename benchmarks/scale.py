@@ -32,7 +32,7 @@ from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.choose import make_engine
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation, Schedule
-from fedloom.task import make_task
+from fedloom.task.making import make_task
 from outcome import tell
 
 SAMPLES, POOL = 10, 1 << 25

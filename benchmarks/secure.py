@@ -44,7 +44,8 @@ from fedloom.secure import (
     to_layers,
 )
 from fedloom.secure.exchange import Draw, stream_draw
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from limit import cnn, mlp
 from outcome import tell
 

@@ -16,10 +16,11 @@ from dataclasses import replace
 
 import torch
 
+from fedloom.data.dataset import make_dataset
 from fedloom.report.summary import seconds_to
 from fedloom.rounds.clock import Clock
 from fedloom.runs.run import run
-from fedloom.task import make_dataset, make_task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 
 METHODS = {  # with the replies of a round

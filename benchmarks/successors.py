@@ -30,8 +30,8 @@ from scipy.stats import rankdata
 
 import fedloom as fl
 from fedloom.data import Dataset
+from fedloom.data.dataset import make_dataset
 from fedloom.report.significance import differences
-from fedloom.task import make_dataset
 from outcome import append
 
 SEEDS = 3

@@ -26,7 +26,6 @@ TOP = {
     "randomness",
     "round",
     "training",
-    "task",
     "records",
     "method",
     "algorithm",
@@ -44,7 +43,7 @@ LONGER = {
     "fedloom.runs.run.run",
     "fedloom.study.tune.tune",
     "fedloom.local.cohort.fit",
-    "fedloom.task.make_task",
+    "fedloom.task.making.make_task",
 }
 
 MOST_IMPORTS = 15
@@ -57,7 +56,6 @@ CROWDED = {
     "fedloom.sites.server_app",
     "fedloom.sites.site",
     "fedloom.sites.site_data",
-    "fedloom.task",
 }
 
 

@@ -25,7 +25,8 @@ from fedloom.rounds.clock import DAY, Clock, Device
 from fedloom.runs.config_file import configuration
 from fedloom.runs.result import Result
 from fedloom.runs.run import run
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 
 STRAGGLERS = Clock(speed="stragglers(100, 10)", down=10_000, up="lognormal(5000, 0.5)")

@@ -17,7 +17,7 @@ from fedloom.runs.events import RunName
 from fedloom.study import cores
 from fedloom.study.comparison import Comparison
 from fedloom.study.cores import RUN_BYTES, runs_side_by_side, threads_each, usable_cores
-from fedloom.task import make_task
+from fedloom.task.making import make_task
 
 
 def table(**keys: object) -> Configuration:

@@ -37,7 +37,8 @@ from fedloom.runs.configured import run_configured, run_directory
 from fedloom.runs.events import Event, RunName
 from fedloom.runs.progress import Lines
 from fedloom.study.comparison import Comparison
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 
 SHORT, LONG = Schedule(rounds=2, participation=0.5), Schedule(rounds=10_000, participation=0.5)
 

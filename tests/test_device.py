@@ -34,7 +34,8 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.runs.config_file import configuration
 from fedloom.runs.run import run
 from fedloom.state.store import ClientStore, Memory
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 from small_task import small_task
 

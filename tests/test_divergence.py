@@ -24,7 +24,7 @@ from fedloom.records import Message, Selection
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import make_task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 from naive import World
 from small_task import small_task

@@ -26,7 +26,8 @@ from fedloom.parts.privacy import AccountedByClient
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 
 

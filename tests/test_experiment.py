@@ -18,6 +18,7 @@ from torch import nn
 import fedloom as fl
 from fedloom.config.expression import parse
 from fedloom.config.fields import checked
+from fedloom.data.dataset import make_dataset
 from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.parts.building import build
@@ -33,7 +34,6 @@ from fedloom.serving.artifact import load_model, save_model
 from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
 from fedloom.study.comparison import Comparison
-from fedloom.task import make_dataset
 from json_lines import json_lines
 from small_task import small_task
 

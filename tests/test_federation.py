@@ -29,7 +29,7 @@ from fedloom.rounds.clock import Clock
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import make_task
+from fedloom.task.making import make_task
 from json_lines import json_lines
 from test_fedavg import federation, small_task
 

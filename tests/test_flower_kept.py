@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from fedloom.data.dataset import make_dataset
 from fedloom.engines import proof
 from fedloom.rounds.federation import Federation
 from fedloom.runs.configuration import Configuration
 from fedloom.sites.agreement import deployment
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement
-from fedloom.task import make_dataset
 from flower_support import CLIENTS, LocalGrid, flower, nodes, run_config
 from test_flower_server import give_data, own_task
 

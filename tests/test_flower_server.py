@@ -21,7 +21,7 @@ from flwr.supercore.exit import signal_handler
 from flwr.supercore.telemetry import EventType
 from torch import Tensor
 
-from fedloom.data.dataset import Samples
+from fedloom.data.dataset import Samples, make_dataset
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DataError, InvalidValue
@@ -38,7 +38,8 @@ from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement, own_data
 from fedloom.state.tensors import read_tensors
 from fedloom.study.comparison_result import read_comparison
-from fedloom.task import Task, make_dataset, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site
 from json_lines import json_lines
 

@@ -31,7 +31,7 @@ from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.replies import RoundReplies
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import make_task
+from fedloom.task.making import make_task
 from small_task import SmallNet, small_task
 from test_federation import Shuffled
 

@@ -29,7 +29,8 @@ from fedloom.parts.private import Accounted
 from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation, Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 from naive import Run, World, assert_same, average, shares
 

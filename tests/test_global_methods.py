@@ -24,7 +24,7 @@ from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import make_task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 from model_support import make_model
 from naive import Net, State, World, assert_same, average, flat, shares, uniform, zeros

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
-from fedloom.task import make_task
+from fedloom.task.making import make_task
 
 
 class Odd(nn.Module):

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import fedloom as fl
 from fedloom.config.expression import parse_value, plain
+from fedloom.data.dataset import make_dataset
 from fedloom.errors import CheckpointError, FedloomError, RefusedReply
 from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
@@ -23,7 +24,6 @@ from fedloom.runs.config_file import configuration
 from fedloom.serving.exporting import export
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement
-from fedloom.task import make_dataset
 
 OPTIONS: dict[str, Any] = {"rounds": 3, "participation": 1.0, "evaluate_every": 1, "quiet": True}
 

@@ -27,7 +27,8 @@ from fedloom.rounds.engine import Engine
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.sites.agreement import Deployment, deployment
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 from flower_support import assert_close, flower, run_config, schedule
 from secure_sites import peers

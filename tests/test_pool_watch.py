@@ -17,7 +17,7 @@ from fedloom.rounds import pool_watch
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.pool_watch import CAME_APART, PoolWatch
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import make_task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 from json_lines import json_lines
 from small_task import small_task

@@ -34,7 +34,8 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.run import run
 from fedloom.sites.agreement import deployment
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from fedloom.training import Training
 from flower_support import CLIENTS, LocalGrid, flower, nodes, run_config, schedule
 from small_task import small_task

@@ -41,7 +41,8 @@ from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.study.run_process import EventBoard
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from objective_support import KINDS, make
 from process_support import Deadly, Failing, Misconfigured, Peeking
 from ray_support import SCRIPT, Echoing, gone, gone_soon, stopped

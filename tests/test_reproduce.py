@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from fedloom.config.expression import parse
+from fedloom.data.dataset import make_dataset
 from fedloom.errors import InvalidValue
 from fedloom.reviews.papers.estimate import cost, estimate, work
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord
 from fedloom.reviews.papers.library import exhibit, exhibits, paper, titles
 from fedloom.reviews.papers.paper_data import FACTS, at_hand
 from fedloom.reviews.papers.plan import ReproduceOptions, plan
-from fedloom.task import make_dataset
 from forking_cli import Say, saying
 from report_support import ablations_drawn
 from test_reproduce_protocols import numbers_of

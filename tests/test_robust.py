@@ -22,7 +22,8 @@ from fedloom.round import Round
 from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from small_task import small_task
 
 RULES = ("median", "trimmed_mean", "krum", "multi_krum", "clipping")

@@ -33,7 +33,8 @@ from fedloom.parts.building import build
 from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 from fedloom.training import Optimizer, Training
 from naive import World
 from small_task import small_task

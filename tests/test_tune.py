@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import fedloom as fl
 from fedloom.cli import main
-from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.dataset import Dataset, Samples, datasets, make_dataset
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.parts.building import build
 from fedloom.runs.config_file import put
@@ -29,7 +29,7 @@ from fedloom.study.pools import SerialPool
 from fedloom.study.search import Search, Trial, best_of
 from fedloom.study.suggest import search_optuna
 from fedloom.study.trials import final_trial, jobs_of, run_trials
-from fedloom.task import make_dataset, withhold
+from fedloom.task import withhold
 
 
 @datasets.register("small-digits")

@@ -16,7 +16,7 @@ from fedloom.engines.choose import make_engine
 from fedloom.flat.device import keep_pages
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import make_task
+from fedloom.task.making import make_task
 
 if __name__ == "__main__":
     arguments = w.arguments(__doc__ or "")

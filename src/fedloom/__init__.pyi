@@ -101,7 +101,7 @@ from .study.tune import tune as tune
 from .study.tune_result import TuneResult as TuneResult
 from .survey.federated_statistics import statistics as statistics
 from .task import Task as Task
-from .task import make_task as make_task
+from .task.making import make_task as make_task
 from .training import Training as Training
 
 __version__: str

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fedloom.config.expression import Call
 from fedloom.config.registry import Registry
 from fedloom.data.convert import BOOLEANS, Names, as_groups, as_inputs, as_labels
 from fedloom.data.lazy import LazyInputs, in_memory
@@ -343,3 +344,8 @@ _SPARSE = 10
 # A data set is a function of keyword parameters (every one with a default) that returns a
 # `Dataset`.
 datasets: Registry[Callable[..., Dataset]] = Registry("data set", "fedloom.data.sets")
+
+
+def make_dataset(expression: str | Call) -> Dataset:
+    """Return the data set of an expression such as `digits` or `synthetic(1, 1)`."""
+    return cast(Dataset, datasets.build(expression))

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-import fedloom.engines.ray.driver  # noqa: F401  registers the engine
 from fedloom.config.expression import Call, parse
 from fedloom.config.registry import Entry
 from fedloom.engines.base import Choice, LocalEngine, engines

@@ -18,7 +18,7 @@ from fedloom.config.fields import (
     Positive,
     require_fields,
 )
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, make_dataset
 from fedloom.engines.choose import DEFAULT, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.errors import InvalidValue, quoted
@@ -28,7 +28,8 @@ from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.report.summary import Target, TargetValue
 from fedloom.rounds.schedule import NEUTRAL, Schedule
 from fedloom.runs.python_objects import PythonObjects
-from fedloom.task import Task, make_dataset, make_task, withhold
+from fedloom.task import Task, withhold
+from fedloom.task.making import make_task
 from fedloom.training import Training
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 import fedloom
 from fedloom.config.expression import parse
 from fedloom.config.fields import checked
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, make_dataset
 from fedloom.data.partition import Partition
 from fedloom.data.preprocessing import Preprocessing
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
@@ -45,7 +45,8 @@ from fedloom.state.files import read_file, write_text
 from fedloom.state.released import RELEASED, STATISTICS, Release, ReleaseLedger
 from fedloom.survey.column_statistics import Statistics, caption, statistics_table
 from fedloom.survey.federated_statistics import collect
-from fedloom.task import Task, make_dataset, make_task
+from fedloom.task import Task
+from fedloom.task.making import make_task
 
 PAUSE = 1.0
 """Seconds between two checks for replies."""

@@ -15,7 +15,7 @@ from fedloom.config.fields import checked
 from fedloom.config.plugins import refused_code
 from fedloom.data.columns import Columns, Moments, TableColumn, TableInputs
 from fedloom.data.convert import BOOLEANS
-from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.dataset import Dataset, Samples, datasets, make_dataset
 from fedloom.data.formats.arrow import PARQUET, as_arrow, read_any
 from fedloom.data.formats.csv_files import TEXT_TABLES, CsvOptions
 from fedloom.data.formats.numpy_files import read_arrays
@@ -37,7 +37,6 @@ from fedloom.objectives.custom import build_objective, expression_of
 from fedloom.objectives.regression import Regression, Standardised
 from fedloom.runs.configuration import Configuration
 from fedloom.survey.column_statistics import Statistics
-from fedloom.task import make_dataset
 
 
 @dataclass(frozen=True)

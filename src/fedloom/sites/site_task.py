@@ -19,7 +19,9 @@ from fedloom.randomness import stream_seed
 from fedloom.sites.agreement import Deployment, read_configuration
 from fedloom.sites.node_config import NodeConfig
 from fedloom.sites.site_data import DataAgreement
-from fedloom.task import Task, make_task, mislabelled
+from fedloom.task import Task
+from fedloom.task.fitting import mislabelled
+from fedloom.task.making import make_task
 
 MOST_TASKS = 16
 """Largest number of tasks in a process if sites have their own data.

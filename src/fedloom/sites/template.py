@@ -17,6 +17,7 @@ import torch
 
 from fedloom import __version__
 from fedloom.data.columns import TableInputs
+from fedloom.data.dataset import make_dataset
 from fedloom.data.preprocessing import PictureInputs, TextInputs
 from fedloom.errors import DataError, InvalidValue
 from fedloom.method import components
@@ -25,7 +26,6 @@ from fedloom.parts.secure_recombination import Secure
 from fedloom.runs.config_file import configuration, put, read_table
 from fedloom.runs.configuration import Configuration
 from fedloom.sites.site_data import table_roles
-from fedloom.task import make_dataset
 
 _LONGEST = 32  # characters of an app's name in Flower
 

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from fedloom.data.dataset import make_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text, located
 from fedloom.recording.run_recording import Recording
@@ -19,7 +20,7 @@ from fedloom.runs.configuration import Configuration
 from fedloom.runs.configured import run_configured, run_directory
 from fedloom.runs.directory import RunDirectory, fingerprint
 from fedloom.runs.events import Event, RunName, Watch
-from fedloom.task import Task, make_dataset
+from fedloom.task import Task
 
 _CACHED = 4
 """Tasks and data sets that stay in memory for the next run."""

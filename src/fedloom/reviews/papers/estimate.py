@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedloom.config.expression import Call, parse
-from fedloom.data.dataset import Dataset, DataSpec, Samples
+from fedloom.data.dataset import Dataset, DataSpec, Samples, make_dataset
 from fedloom.data.partition import Partition
 from fedloom.engines.work import using_threads
 from fedloom.reviews.papers.paper_data import FACTS, DataFacts, data_of
@@ -19,7 +19,7 @@ from fedloom.rounds.evaluation import TRAINING_PASSES
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.run import run
-from fedloom.task import make_dataset, make_task
+from fedloom.task.making import make_task
 
 TIMED = 3
 """Local steps of which the fastest counts (the first, which warms up, is never the fastest)."""

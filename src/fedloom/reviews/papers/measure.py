@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from fedloom.config.expression import parse
-from fedloom.data.dataset import DataSpec
+from fedloom.data.dataset import DataSpec, make_dataset
 from fedloom.flat.layout import Layout
 from fedloom.models.build import build_model
 from fedloom.models.structure import block_parameters
@@ -16,7 +16,6 @@ from fedloom.report.sheet import Criterion, criterion
 from fedloom.report.summary import RunSummary
 from fedloom.reviews.papers.paper_data import FACTS
 from fedloom.reviews.papers.protocols import PaperCell, Printed
-from fedloom.task import make_dataset
 
 LAST = 10
 """Evaluations at the end of a run; their spread is what the FedMR papers' standard deviation is
