@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     notices = repeated.checkpoints.notices  # type: ignore[union-attr]
     assert len(notices) == (0 if harm == "gone" else 1)
-    assert all("going on after round 4" in notice for notice in notices)
+    assert all("continuing after round 4" in notice for notice in notices)
     repeated.run()
     assert outcome(repeated) == expected
     assert previous.exists()

@@ -187,7 +187,9 @@ def test_a_file_under_the_name_of_another_is_refused(kind: str, tmp_path: Path) 
     path, read = KINDS[kind](tmp_path)
     if kind == "checkpoint":
         path.rename(tmp_path / "checkpoint-0000008.safetensors")
-        with pytest.raises(DamagedCheckpoint, match="is of round 7, which is not its name"):
+        with pytest.raises(
+            DamagedCheckpoint, match="contains round 7, but has the name of another round"
+        ):
             read()
     elif kind == "client":
         store = ClientStore(tmp_path, budget=0)
@@ -379,7 +381,10 @@ def test_a_changed_figure_of_the_newest_rounds_falls_back_to_the_checkpoint_befo
     repeated = federation(tmp_path)
     assert repeated.finished == 4
     (notice,) = repeated.notices
-    assert "metrics.jsonl is not as it was written, up to round 5: going on after round 4" in notice
+    assert (
+        "metrics.jsonl has changed since it was written, up to round 5: continuing after round 4"
+        in notice
+    )
 
 
 @pytest.mark.parametrize(
@@ -413,5 +418,5 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     repeated = federation(tmp_path)
     assert repeated.finished == 4
     assert repeated.notices == []
-    with pytest.raises(CheckpointError, match="is not as it was written, up to round 3"):
+    with pytest.raises(CheckpointError, match="has changed since it was written, up to round 3"):
         log.require(3, "0")

@@ -89,7 +89,7 @@ def test_a_diverged_global_model_ends_the_run_in_the_state_of_the_round_before(
     method.failure = failure
     run = federation(method, tmp_path)
     with pytest.raises(
-        Diverged, match=r"round 3: training diverged .*; the model of round 2 is kept"
+        Diverged, match=r"round 3: training diverged .*; the model of round 2 remains"
     ) as caught:
         run.run()
     assert "\n" not in str(caught.value)
@@ -139,7 +139,7 @@ def test_a_learning_rate_that_is_far_too_large_is_named(
 
 def test_a_run_that_diverges_in_round_1_has_no_earlier_model() -> None:
     run = federation(build("fedavg"), learning_rate=1e30)
-    with pytest.raises(Diverged, match=r"round 1: .*; there is no model before that"):
+    with pytest.raises(Diverged, match=r"round 1: .*; there is no earlier model"):
         run.run()
     assert run.history == []
     assert torch.equal(run.model(), run.task.initial)

@@ -177,7 +177,7 @@ def test_the_extra_evaluation_of_the_last_round_does_not_count(tmp_path: Path) -
         ({"evaluations": 2, "metric": "new_client_f"}, "is not allowed"),
         (
             {"evaluations": 2, "metric": "constant"},
-            "stop.goal: say whether constant should rise or fall",
+            "stop.goal: set .rise. or .fall. as the direction of constant",
         ),
         ({"evaluations": 0}, "evaluations must be at least 1, not 0"),
     ],

@@ -34,7 +34,7 @@ from fedloom.records import Message, Replies
 from fedloom.report.page import render
 from fedloom.round import Round
 from fedloom.rounds.engine import Job
-from fedloom.rounds.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
+from fedloom.rounds.evaluation import COST_SHARE, TRAINING_PASSES, cadence, newcomers_last
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally
@@ -351,8 +351,8 @@ def test_a_notice_names_what_the_global_model_has_as_drawn(method: str) -> None:
         for tensor in layout.slices
         if torch.equal(run.model()[tensor.slice], initial[tensor.slice])
     }
-    texts = [text for text in run.notices if "as drawn at first" in text]
-    names = texts[0].split(" has ")[1].split(" as drawn")[0].split(", ") if texts else []
+    texts = [text for text in run.notices if "never changes" in text]
+    names = texts[0].split(" never changes ")[1].split(": clients")[0].split(", ") if texts else []
     statistics = "the statistics of "
     layers = {name for name in names if not name.startswith(statistics)}
     others = {name.removeprefix(statistics) for name in names if name.startswith(statistics)}
@@ -452,7 +452,7 @@ def test_personal_figures_need_test_data_of_the_clients() -> None:
     for options in ({"personal_every": 3}, {"personal_every": None, "new_clients": 0.5}):
         with pytest.raises(InvalidValue) as error:
             federation(KeepsClientMemory(), small_task(own_test=False), **options)
-        assert "needs test data of the clients' own: give the task local_test" in str(error.value)
+        assert "needs the clients' own test data: set local_test of the task" in str(error.value)
         assert "\n" not in str(error.value)
 
 
@@ -505,13 +505,13 @@ def test_the_chosen_cadence_costs_at_most_its_share_of_the_time(
     overall = (len(task.test) + local_samples) / (every * round_cost)
     clients = (5 * local + 2 * local_samples) / (personal * round_cost) if personal else 0.0
     if evaluate_every is None and personal_every is None:
-        assert overall + clients <= SHARE + 1e-9
-        assert overall <= SHARE / 2 + 1e-9
-        assert personal == 1 or clients * personal / (personal - 1) > SHARE - overall - 1e-9
+        assert overall + clients <= COST_SHARE + 1e-9
+        assert overall <= COST_SHARE / 2 + 1e-9
+        assert personal == 1 or clients * personal / (personal - 1) > COST_SHARE - overall - 1e-9
     elif evaluate_every is None:
-        assert overall <= SHARE + 1e-9
+        assert overall <= COST_SHARE + 1e-9
     if evaluate_every is None and every > 1:
-        assert overall * every / (every - 1) > SHARE / 2 - 1e-9
+        assert overall * every / (every - 1) > COST_SHARE / 2 - 1e-9
 
 
 @pytest.mark.parametrize("own_test", [True, False])

@@ -356,7 +356,8 @@ class NamesWithAt(FedAvg):
 
 def test_names_of_the_library_are_refused() -> None:
     with pytest.raises(
-        InvalidValue, match=r"NamesWithAt names a tensor '@integers': names that begin with @"
+        InvalidValue,
+        match=r"NamesWithAt names a tensor '@integers': names that begin with @ are reserved",
     ):
         federation(NamesWithAt(), small_task(), 1).run()
 

@@ -572,7 +572,7 @@ def test_a_notice_names_layers_that_never_leave_the_clients(
     federation = Federation(
         build(expression), task, RowsEngine(task), Schedule(rounds=1, participation=1.0)
     )
-    named = [text for text in federation.notices if "as drawn at first" in text]
+    named = [text for text in federation.notices if "never changes" in text]
     assert len(named) == private_layers
     if private_layers:
         federation.step()

@@ -212,7 +212,7 @@ def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Pa
     repeated = federation("fedmr", tmp_path)
     assert repeated.finished == 3
     assert repeated.notices == [
-        f"{newest} is damaged: it does not match its digest: going on after round 3"
+        f"{newest} is damaged: it does not match its digest: continuing after round 3"
     ]
     repeated.run()
     assert outcome(repeated) == expected

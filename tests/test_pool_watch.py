@@ -45,8 +45,8 @@ def notices(*phases: Iterator[dict[str, Any]], labels: torch.Tensor = LABELS) ->
     watch = PoolWatch(labels, rounds=19)
     for phase in phases:
         for record in phase:
-            watch.see(record)
-            watch.see({"round": 0, "training_loss": 0.1})  # one without evaluation
+            watch.update(record)
+            watch.update({"round": 0, "training_loss": 0.1})  # one without evaluation
     return watch.notices
 
 
@@ -100,7 +100,7 @@ def early(progress: list[float | None], rounds: int = 40, every: int = 1) -> lis
     """The notices of a run of `rounds` that shows these T / S at its evaluations."""
     watch = PoolWatch(LABELS, rounds)
     for k, ratio in enumerate(progress, 1):
-        watch.see(
+        watch.update(
             {"round": k * every, "accuracy": 0.5}
             | ({} if ratio is None else {"pool_progress": ratio})
         )

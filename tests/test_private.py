@@ -310,7 +310,7 @@ def test_a_spent_budget_ends_the_run_and_no_resume_refills_it(tmp_path: Path) ->
 def test_a_budget_too_small_for_one_round_is_refused_before_it(wrapper: str) -> None:
     trained = federation(f"{wrapper}(fedavg, noise=1.0, target_epsilon=0.1)")
     with pytest.raises(
-        InvalidValue, match="one round costs more epsilon than target_epsilon: give more noise"
+        InvalidValue, match="one round costs more epsilon than target_epsilon: add more noise"
     ):
         trained.run()
     assert trained.history == []

@@ -152,7 +152,7 @@ def test_a_truncated_checkpoint_and_a_broken_line_cost_rounds_but_not_the_run(
     code, output = server.run("run", "job.toml")
     assert code == 0, output
     assert f"{RUN / newest.name} cannot be read" in output
-    assert f"going on after round {int(older.stem.rpartition('-')[2])}" in output
+    assert f"continuing after round {int(older.stem.rpartition('-')[2])}" in output
     assert_same(server.folder, undisturbed)
 
 

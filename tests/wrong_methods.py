@@ -45,7 +45,7 @@ MISTAKES = {
     "Recieves": "Recieves.recieve is called by nobody",
     "HasNoType": "mu = 0.01 has no type",
     "CountsRounds": "the first rounds depend on how many there will be",
-    "ForgetsThePlan": "has not kept the plan",
+    "ForgetsThePlan": "has not stored the plan",
     "SendsTwoRows": "gives 'model' 2 rows",
     "DividesByZero": "ZeroDivisionError",
     "WritesTheState": "the client half writes self.state['seen']",

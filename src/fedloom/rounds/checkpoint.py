@@ -1,5 +1,6 @@
-"""Checkpoints of a run and logs of its rounds, both with digests, so that nothing damaged is gone
-on from.
+"""Checkpoints of a run and logs of its rounds.
+
+Both have digests, so that a run never continues from damaged files.
 """
 
 import json
@@ -20,13 +21,19 @@ Record = dict[str, Any]
 
 FORMAT = "3"
 T = TypeVar("T")
-KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged
+RETAINED = 2  # the newest checkpoint, and the previous one in case the newest is damaged
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `round`: the method's, the clients' memory, digests of logs by file name, and
-    entries of `PoolFiles`.
+    """The state of a run after a round.
+
+    Attributes:
+        round: Number of the round.
+        server: State of the method by path.
+        clients: Memory of the clients, as the engine returns it.
+        logs: Digests of the logs by file name.
+        pools: Entries of `PoolFiles` by path of the state.
     """
 
     round: int
@@ -41,7 +48,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, run: str) -> None:
         self.directory = directory
-        self.run = run  # what must be the same for a checkpoint to be continued
+        self.run = run  # identity: a run only continues from checkpoints with the same one
         self.notices: list[str] = []
 
     def paths(self) -> list[Path]:
@@ -49,7 +56,7 @@ class Checkpoints:
         return sorted(self.directory.glob("checkpoint-*.safetensors"), reverse=True)
 
     def rounds(self) -> list[int]:
-        """Return the rounds of the checkpoint files, whether or not they can be read."""
+        """Return the rounds of the checkpoint files, including files that cannot be read."""
         return [
             int(number)
             for path in self.paths()
@@ -57,7 +64,7 @@ class Checkpoints:
         ]
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, then remove all but this one and the one before it."""
+        """Write a checkpoint, then remove all others except the previous one."""
         tensors = _under("server/", checkpoint.server) | _under("clients/", checkpoint.clients)
         entries = _under("log ", checkpoint.logs) | _under("pool ", checkpoint.pools)
         metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run, **entries}
@@ -65,52 +72,57 @@ class Checkpoints:
         write_tensors(path, tensors, metadata)
         paths = self.paths()
         at = paths.index(path)
-        for needless in [*paths[:at], *paths[at + KEPT :]]:
-            needless.unlink(missing_ok=True)
+        for obsolete in [*paths[:at], *paths[at + RETAINED :]]:
+            obsolete.unlink(missing_ok=True)
 
     def latest(self, recorded: int, adopt: Callable[[Checkpoint], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that can be read, that `adopt` takes, and whose rounds are
-        all among the `recorded` ones that have figures. `adopt` raises `DamagedCheckpoint` where
-        something that it needs beside the file is missing.
+        """Return the newest valid checkpoint, and add a notice for each checkpoint that is skipped.
 
-        `notices` say what was passed over, and where the run goes on. Raises `CheckpointError` for
-        a checkpoint of another run.
+        Args:
+            recorded: Number of rounds, from the first, that have figures. Later checkpoints are
+                skipped.
+            adopt: Restores the state of the run. Raises `DamagedCheckpoint` if another file that
+                it needs is missing or damaged.
+
+        Returns:
+            The checkpoint, or None if no checkpoint is valid.
+
+        Raises:
+            CheckpointError: If a checkpoint belongs to another run.
         """
-        passed: list[str] = []
+        reasons: list[str] = []
         newest: Checkpoint | None = None
         for path in self.paths():
             try:
                 newest = self._read(path)
                 if newest.round > recorded:
                     raise DamagedCheckpoint(
-                        f"{path}: only {recorded} of its {newest.round} rounds have figures"
+                        f"{path}: only {recorded} of {newest.round} rounds have figures"
                     )
                 adopt(newest)
                 break
             except DamagedCheckpoint as error:
-                passed.append(str(error))
+                reasons.append(str(error))
                 newest = None
-        instead = (
-            "starting again from round 1"
-            if newest is None
-            else f"going on after round {newest.round}"
-        )
-        self.notices += [f"{reason}: {instead}" for reason in passed]
+        restart = "starting again from round 1"
+        consequence = restart if newest is None else f"continuing after round {newest.round}"
+        self.notices += [f"{reason}: {consequence}" for reason in reasons]
         return newest
 
     def _read(self, path: Path) -> Checkpoint:
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} has format {metadata.get('format')!r}, this version reads {FORMAT!r}"
+                f"{path} has format {metadata.get('format')!r}; this version reads {FORMAT!r}"
             )
         if metadata.get("run") != self.run:
             raise CheckpointError(
-                f"{path} is of another run (method, settings, data or model): use another folder"
+                f"{path} belongs to another run (method, settings, data or model differ): "
+                "use another folder"
             )
         if path.name != _file_name(int(metadata["round"])):
             raise DamagedCheckpoint(
-                f"{path} is of round {metadata['round']}, which is not its name"
+                f"{path} contains round {metadata['round']}, but has the name of another round"
             )
         state = below("server/", tensors), below("clients/", tensors)
         return Checkpoint(
@@ -127,24 +139,27 @@ def _under(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
 
 
 def below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
-    """Return what has names that begin with the prefix, by the rest of these names."""
+    """Return the entries with names that begin with `prefix`, without the prefix."""
     return {
         name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
     }
 
 
 class RoundLog:
-    """A file with one JSON line per round. A line that was cut short by a kill, or lacks one of the
-    `names` that every line has, is dropped when a run resumes. Without a path the records stay in
-    memory.
+    """A file with one JSON line per round.
+
+    When a run resumes, incomplete lines are removed: a kill may have cut a line, or a line lacks
+    one of the required `names`.
+
+    Args:
+        path: The file. None stores the records in memory.
+        names: Names that every line must have.
     """
 
     def __init__(self, path: Path | None = None, names: Iterable[str] = ()) -> None:
-        self.path, self.name, self._names = (
-            path,
-            "" if path is None else path.name,
-            {"round", *names},
-        )
+        self.path = path
+        self.name = "" if path is None else path.name
+        self._names = {"round", *names}
         self._in_memory: list[dict[str, Any]] = []
         self._digest = Checksum()
 
@@ -154,14 +169,14 @@ class RoundLog:
         return str(self._digest.hexdigest())
 
     def require(self, finished: int, digest: str | None) -> None:
-        """Raise `DamagedCheckpoint` unless the lines up to round `finished` are those of which this
-        was the digest.
-        """
+        """Raise `DamagedCheckpoint` unless the lines up to round `finished` have this digest."""
         if Checksum(b"".join(map(_line, self._until(finished)))).hexdigest() != digest:
-            raise DamagedCheckpoint(f"{self.path} is not as it was written, up to round {finished}")
+            raise DamagedCheckpoint(
+                f"{self.path} has changed since it was written, up to round {finished}"
+            )
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines that can be read, in the order of their rounds."""
+        """Return the readable lines, in the order of their rounds."""
         if self.path is None:
             return self._in_memory
         records: list[dict[str, Any]] = []
@@ -179,7 +194,7 @@ class RoundLog:
         return records
 
     def resume(self, finished: int) -> list[dict[str, Any]]:
-        """Return the lines up to round `finished`; later and broken ones are removed from the file."""
+        """Return the lines up to round `finished`, and remove all other lines from the file."""
         records = self._until(finished)
         lines = b"".join(map(_line, records))
         if self.path is not None and self.path.exists():
@@ -191,9 +206,7 @@ class RoundLog:
         return [record for record in self.read() if record["round"] <= finished]
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one line and hand it to the system at once. Raises `CheckpointError` when it cannot
-        be written.
-        """
+        """Write one line without buffering. Raises `CheckpointError` if this fails."""
         if self.path is None:
             self._in_memory.append(record)
         else:
@@ -201,16 +214,12 @@ class RoundLog:
         self._digest.update(_line(record))
 
     def sync(self) -> None:
-        """Wait until every line is on the disk: a checkpoint must not outlive the figures of its
-        rounds.
-        """
+        """Wait until every line is on the disk, so that a checkpoint never outlives its figures."""
         if self.path is not None and self.path.exists():
             flush(self.path)
 
     def complete(self, records: list[dict[str, Any]]) -> int:
-        """Return how many rounds, from the first on, have a line each, of the `records` that were
-        read.
-        """
+        """Return the number of rounds, from the first, that have a line each in `records`."""
         return next(
             (k for k, record in enumerate(records) if record["round"] != k + 1), len(records)
         )

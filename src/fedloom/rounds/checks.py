@@ -1,4 +1,4 @@
-"""Checks of what a method sends and keeps, and of a model that has diverged."""
+"""Checks of a method's messages and state, and of diverged models."""
 
 import math
 
@@ -15,14 +15,22 @@ from fedloom.rounds.engine import Fault
 from fedloom.task import Task
 
 DIVERGED = 1000
-"""A global model whose loss is this many times that of guessing has diverged: training cannot
-repair it.
+"""Ratio of the loss to the loss of guessing, from which a model counts as diverged.
+
+Further training does not repair such a model.
 """
 
 
 def require_message(exchange: Exchange, algorithm: Algorithm) -> None:
-    """Raise `InvalidValue` unless the names of the tensors are free, and the message has one row for
-    all receivers or one for each.
+    """Check the tensors that an algorithm sends.
+
+    Args:
+        exchange: Record of the round.
+        algorithm: The algorithm that sends the message.
+
+    Raises:
+        InvalidValue: If a name begins with @, or if the number of rows is neither one nor the
+            number of receivers.
     """
     kind = type(algorithm)
     for name in (*exchange.sent, *algorithm.expects(exchange.round)):
@@ -35,41 +43,42 @@ def require_message(exchange: Exchange, algorithm: Algorithm) -> None:
     allowed = (1, selected + 1) if idle else (1, selected, selected + 1)
     for name, rows in exchange.wire.items():
         if len(rows) not in allowed:
-            others = " and those that only train" if idle else ""
+            unselected = " and one for the other clients that train" if idle else ""
             choices = (
-                "one for all, such as model.unsqueeze(0), "
-                f"or one for each of {selected} selected clients{others}"
+                "one row for all clients, such as model.unsqueeze(0), "
+                f"or one for each of {selected} selected clients{unselected}"
             )
             location = in_brackets(code_location(kind.send))
-            text = f"{kind.__name__}.send gives {name!r} {len(rows)} rows: give it {choices}"
+            text = f"{kind.__name__}.send returned {name!r} with {len(rows)} rows: return {choices}"
             raise InvalidValue(f"{text}{location}")
 
 
 def checked_model(
     pipeline: Pipeline, method: Method, initial: Tensor, function: str = ""
 ) -> Tensor:
-    """Return the global model after the server's step.
+    """Check and return the global model after the server's step.
 
     Args:
         pipeline: The pipeline of the next round.
-        method: The expression as written.
-        initial: A model of the same shape and type, `[P]`.
-        function: Name of the function that made the model; by default the server's step.
+        method: The whole method, with all stages.
+        initial: A model with the required shape and type, `[P]`.
+        function: Name of the function that computed the model. By default the server's step.
 
     Returns:
         The model, `[P]`.
 
     Raises:
-        InvalidValue: If the function left no model like `initial`, or a state that a checkpoint
-            cannot save.
+        InvalidValue: If shape or type of the model differ from `initial`, or a checkpoint cannot
+            save the state.
     """
     wrong = _wrong_state(method)
     algorithm = pipeline.algorithm
     model = initial if wrong else pipeline.model()
     if model.shape != initial.shape:
-        remedy = "of one row for each client take one, such as weighted_mean(replies['model'], replies.weights)"
         wrong = (
-            f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: {remedy}"
+            f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: "
+            "combine the rows of the clients, such as with "
+            "weighted_mean(replies['model'], replies.weights)"
         )
     elif model.dtype != initial.dtype:
         remedy = "convert it, such as model.float()"
@@ -80,7 +89,7 @@ def checked_model(
         name = function or ("receive" if receives else "update")
         location = in_brackets(code_location(getattr(kind, name)))
         raise InvalidValue(f"{kind.__name__}.{name} {wrong}{location}")
-    for component in components(method):  # no graph is kept longer than its round
+    for component in components(method):  # autograd graphs must not grow over rounds
         component.state = {
             name: tensor if tensor.grad_fn is None else tensor.detach()
             for name, tensor in component.state.items()
@@ -91,47 +100,70 @@ def checked_model(
 def _wrong_state(method: Method) -> str:
     for component in components(method):
         if not hasattr(component, "state"):
-            return "has not kept the plan and made the state: begin it with super().setup(plan)"
+            return "has not stored the plan and the state: call super().setup(plan) first"
         for name, value in component.state.items():
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
-                return f"left {kind} in self.state[{name!r}], where a checkpoint holds tensors: make it one"
+                return (
+                    f"left {kind} in self.state[{name!r}], but checkpoints only save tensors: "
+                    "convert it to a tensor"
+                )
             if "." in name or "@" in name:
-                reserved = "a name there has no dot or @, which stand for what fedloom adds"
+                reserved = "fedloom reserves names with a dot or @: use another name"
                 return f"left self.state[{name!r}]: {reserved}"
     return ""
 
 
 def require_converging(task: Task, round: Round, model: Tensor, loss: float | None) -> None:
-    """Raise `Diverged` if the global model is not finite, or its loss is far beyond that of
-    guessing.
+    """Raise an error if the global model has diverged.
+
+    Args:
+        task: The task, with the objective.
+        round: The finished round.
+        model: Global model after the round, `[P]`.
+        loss: Loss of the model, if the round measured it.
+
+    Raises:
+        Diverged: If the model is not finite, or its loss exceeds `DIVERGED` times the loss of
+            guessing.
     """
     if not bool(torch.isfinite(model).all()):
-        raise diverged(round, "the global model is not finite any more")
+        raise diverged(round, "the global model has infinite or NaN values")
     guess = task.objective.guess(task.dataset.spec.outputs)
     if loss is not None and not loss < DIVERGED * guess:
-        beyond = f", over {DIVERGED} times that of guessing" if math.isfinite(loss) else ""
+        beyond = f", over {DIVERGED} times the loss of guessing" if math.isfinite(loss) else ""
         raise diverged(round, f"the global model's loss is {loss:.3g}{beyond}")
 
 
 def diverged(round: Round, reason: str) -> Diverged:
-    """Return the error of a round in which training diverged."""
-    last = round.number - 1
-    model = f"the model of round {last} is kept" if last else "there is no model before that"
+    """Return the error of a round in which training diverged, for the given reason."""
+    previous = round.number - 1
+    model = f"the model of round {previous} remains" if previous else "there is no earlier model"
     rate = f"learning rate {round.learning_rate:g}"
     return Diverged(f"round {round.number}: training diverged ({rate}): {reason}; {model}")
 
 
 def raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:
-    """Raise the reason why a round has no reply, unless its clients were only absent."""
+    """Raise the error of a round without replies, unless the clients were only absent.
+
+    Args:
+        algorithm: The algorithm of the round.
+        round: The round.
+        faults: Faults of all its clients.
+
+    Raises:
+        Diverged: If the training of all clients diverged.
+        RefusedReply: If a reply was refused.
+        Exception: The error of a client.
+    """
     if faults and all(fault.diverged for fault in faults):
-        raise diverged(round, "no client's model is finite any more")
+        raise diverged(round, "all clients' models have infinite or NaN values")
     for fault in faults:
         if isinstance(fault.error, RefusedReply):
             kind = type(algorithm)
             location = in_brackets(code_location(kind.train))
-            reason = f"that of client {fault.job.client}: {fault.reason}{location}"
-            text = f"round {round.number}: no reply to {kind.__name__} can be used; {reason}"
+            reason = f"client {fault.job.client}: {fault.reason}{location}"
+            text = f"round {round.number}: no reply to {kind.__name__} is valid; {reason}"
             raise RefusedReply(text) from fault.error
         if fault.error is not None:
             raise fault.error

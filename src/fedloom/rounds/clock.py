@@ -1,5 +1,6 @@
-"""The simulated clock: how long each client's work takes, from counted samples and counted bytes
-alone, so that it is exact.
+"""The simulated clock: duration of each client's work.
+
+It depends only on counted samples and counted bytes, so it is exact and reproducible.
 """
 
 import csv
@@ -22,13 +23,14 @@ from fedloom.randomness import numpy_stream
 
 DAY = 86_400.0
 
-SHARE_OF_TRACE = 1 / 64
-"""Of the memory of a data set, how much a trace may have: its lines take many times as much when
-they are read.
+TRACE_SHARE = 1 / 64
+"""Largest size of a trace, as a share of the memory limit of a data set.
+
+Parsed lines need much more memory than the file.
 """
 
 SLOWEST = 1e-9
-"""Smallest rate of a client, per second: with smaller ones seconds become infinite."""
+"""Smallest rate of a client, per second. Smaller rates would give infinite durations."""
 
 PerSecond = Annotated[float, Field(ge=SLOWEST, le=LARGEST)]
 
@@ -39,7 +41,7 @@ _TRACE = dict.fromkeys(("speed", "down", "up"), (SLOWEST, math.inf)) | {
     "from": (0.0, 24.0),
     "hours": (SLOWEST, 24.0),
 }
-"""Columns of a trace, and the range of each."""
+"""Columns of a trace, with their ranges."""
 
 client_rates: Registry[Callable[..., Rate]] = Registry(
     "distribution of clients' rates", "fedloom.rounds"
@@ -49,14 +51,14 @@ client_rates: Registry[Callable[..., Rate]] = Registry(
 @client_rates.register("lognormal")
 def lognormal(*, median: PerSecond, sigma: Annotated[float, Field(ge=0, le=100)] = 1.0) -> Rate:
     """median exp(sigma n), n standard normal, but at least 1e-9."""
-    return lambda draws: min(
-        max(median * math.exp(min(sigma * draws.standard_normal(), 600.0)), SLOWEST), LARGEST
+    return lambda generator: min(
+        max(median * math.exp(min(sigma * generator.standard_normal(), 600.0)), SLOWEST), LARGEST
     )
 
 
 @client_rates.register("stragglers")
 def stragglers(*, fastest: PerSecond, times: Annotated[float, Field(ge=1, le=1e9)] = 10.0) -> Rate:
-    """fastest / u with u uniform in [1, times]: the slowest takes that many times as long."""
+    """fastest / u, u uniform in [1, times]: the slowest client is `times` slower."""
     return lambda generator: fastest / generator.uniform(1, times)
 
 
@@ -65,16 +67,23 @@ def fedscale() -> Rate:
     """Samples per second of FedScale's clients: 0.005 exp(1 + 0.6 n) seconds a sample, n standard
     normal.
 
+    FedScale publishes a trace of bandwidths, but no distribution.
     Source: FedScale (Lai et al. 2022), `get_completion_time_lognormal` in its client_metadata.py,
-    after PAPAYA. Of bandwidths FedScale publishes no distribution, but a trace.
+    after PAPAYA.
     """
     return lambda generator: 1 / (0.005 * math.exp(1 + 0.6 * generator.standard_normal()))
 
 
 @dataclass(frozen=True)
 class Device:
-    """A client's device: samples and bytes per second, and its working hours of each day, from hour
-    `start` on.
+    """The device of one client.
+
+    Attributes:
+        speed: Training samples per second.
+        down: Downloaded bytes per second.
+        up: Uploaded bytes per second.
+        start: Hour of the day at which the device begins to work.
+        hours: Working hours per day.
     """
 
     speed: float
@@ -84,18 +93,23 @@ class Device:
     hours: float
 
     def finish(self, began: float, samples: float, bytes_down: float, bytes_up: float) -> float:
-        """Return the second at which work that begins at second `began` is done:
+        """Return the time at which work is done, in seconds.
 
-            bytes_down / down + samples / speed + bytes_up / up
+        The work takes bytes_down / down + samples / speed + bytes_up / up seconds. Outside its
+        working hours the device waits.
 
-        seconds later, where the client always works; outside its hours it waits.
+        Args:
+            began: Time at which the work begins, in seconds.
+            samples: Number of training samples, with repetitions.
+            bytes_down: Size of the download.
+            bytes_up: Size of the upload.
         """
         work = bytes_down / self.down + samples / self.speed + bytes_up / self.up
         if self.hours >= 24:
             return began + work
         length, opens = 3600 * self.hours, 3600 * self.start
-        opened = began - (began - opens) % DAY  # when the last of its hours began
-        done = min(began - opened, length)  # seconds of that day that have passed
+        opened = began - (began - opens) % DAY  # beginning of the current or last working hours
+        done = min(began - opened, length)  # seconds of these working hours that have passed
         if done >= length:
             opened, done = opened + DAY, 0.0
         days = max(0, math.ceil((done + work) / length) - 1)
@@ -104,20 +118,27 @@ class Device:
 
 @dataclass(frozen=True)
 class Clock:
-    """The table `[clock]`: how fast clients are, and how long the server waits for them.
+    """The table `[clock]`: speed of the clients, and waiting time of the server.
 
-    `speed` is the samples per second that a client trains on, `down` and `up` its bytes per second:
-    a number for all, or `lognormal(median, sigma)`, `stragglers(fastest, times)` or `fedscale`
-    (speed alone), drawn once for each client from the run's seed. What is left out takes no time.
-    `hours` is how much of a day each client works, from an hour of its own on, drawn uniformly;
-    outside it its work waits. `trace` is a CSV file with a line for each client, whose columns, of
-    `speed`, `down`, `up`, `from` and `hours`, replace what is said here; with fewer lines than
-    clients they are used in turn.
+    The rates `speed`, `down` and `up` are a number for all clients, or a distribution:
+    `lognormal(median, sigma)`, `stragglers(fastest, times)` or `fedscale` (only for `speed`). Each
+    client's rate is drawn once from the run's seed. Without a rate, this work takes no time.
 
-    A round takes as long as the slowest client whose reply is awaited. With a `deadline`, replies
-    later than so many seconds after its beginning are dropped; with `over_selection` s, ceil((1 +
-    s) K) clients are selected and the first K replies are taken. Asynchronous methods (`fedbuff`)
-    use late replies as stale ones.
+    A round ends when the slowest awaited reply arrives. Asynchronous methods (`fedbuff`) use late
+    replies as stale replies.
+
+    Args:
+        speed: Training samples per second of a client.
+        down: Downloaded bytes per second of a client.
+        up: Uploaded bytes per second of a client.
+        hours: Working hours per day of each client. They begin at an hour that is drawn uniformly
+            for each client. Outside these hours the work waits.
+        trace: CSV file with one line per client. Its columns replace the values of this table:
+            `speed`, `down`, `up`, `from` (first working hour) and `hours`. If it has fewer lines
+            than clients, the lines are repeated.
+        deadline: Seconds after the beginning of a round after which replies are dropped.
+        over_selection: With s, ceil((1 + s) K) clients are selected and the first K replies are
+            used.
     """
 
     speed: PerSecond | str | None = None
@@ -139,14 +160,13 @@ class Clock:
         _ = self.lines
         if not self.runs and (self.deadline is not None or self.over_selection or self.hours < 24):
             raise InvalidValue(
-                "a clock needs the clients' speed, such as speed = 100 (samples per second), or a trace"
+                "the table [clock] needs the clients' speed, such as speed = 100 (samples per "
+                "second), or a trace"
             )
 
     @property
     def lines(self) -> tuple[dict[str, float], ...]:
-        """The entries of the trace, one for each client. Raises `InvalidValue` where it cannot be
-        read.
-        """
+        """The entries of the trace, one per client. Raises `InvalidValue` if it cannot be read."""
         return () if self.trace is None else _lines(self.trace)
 
     @property
@@ -168,11 +188,16 @@ class Clock:
         return replace(device, **self.lines[client % len(self.lines)]) if self.lines else device
 
     def closes(self, now: float) -> float:
-        """Return when the server stops waiting for the replies of a round that begins `now`."""
+        """Return the time at which the server drops late replies of a round that begins `now`."""
         return math.inf if self.deadline is None else now + self.deadline
 
     def selected(self, replies: int, clients: int) -> int:
-        """Return how many clients to select for so many replies."""
+        """Return the number of clients to select.
+
+        Args:
+            replies: Number of replies that end a round.
+            clients: Number of clients that train.
+        """
         return min(clients, math.ceil((1 + self.over_selection) * replies - 1e-9))
 
 
@@ -183,21 +208,23 @@ def _rate(text: str) -> Rate:
 
 @cache
 def _lines(path: str) -> tuple[dict[str, float], ...]:
-    """The lines of a trace. Raises `InvalidValue` where it cannot be read, with the line."""
+    """Return the lines of a trace. Raises `InvalidValue` with the line that cannot be read."""
     try:
-        rows = list(csv.DictReader(read_text(Path(path), "trace", SHARE_OF_TRACE).splitlines()))
+        rows = list(csv.DictReader(read_text(Path(path), "trace", TRACE_SHARE).splitlines()))
     except (DataError, csv.Error) as error:
         raise InvalidValue(f"trace: {error}") from None
     if not rows:
         raise InvalidValue(
-            f"trace: {path} holds no client: give a line of {', '.join(_TRACE)} and one for each client"
+            f"trace: {path} has no clients: write a header with columns of {', '.join(_TRACE)}, "
+            "and one line per client"
         )
     entries = []
     for number, row in enumerate(rows, start=2):
         for name, text in row.items():
             if name not in _TRACE:
                 raise InvalidValue(
-                    f"trace: {path} has a column {quoted(name)}: there are {', '.join(_TRACE)}"
+                    f"trace: {path} has an unknown column {quoted(name)}: "
+                    f"allowed: {', '.join(_TRACE)}"
                 )
             try:
                 require_between(name, float(text), *_TRACE[name])

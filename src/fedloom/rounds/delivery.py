@@ -1,4 +1,4 @@
-"""Delivery of a round's messages to clients, and of their replies to the server."""
+"""Messages of a round to the clients, and replies to the server."""
 
 import math
 from collections.abc import Sequence
@@ -31,29 +31,42 @@ from fedloom.task import Task
 
 @dataclass(frozen=True)
 class Polled:
-    """A poll: what clients were sent, how many were asked, and the bytes of their answers."""
+    """A poll of clients before the selection.
+
+    Attributes:
+        message: The message to the polled clients.
+        clients: Number of polled clients.
+        bytes_up: Bytes of their answers.
+    """
 
     message: Message = field(default_factory=dict)
     clients: int = 0
     bytes_up: int = 0
 
     def bytes_down(self, sent: Message, selected: int) -> int:
-        """Return the bytes of the question; selected clients are not sent the same message twice."""
-        same = self.message.keys() == sent.keys()
-        same = same and all(torch.equal(self.message[name], sent[name]) for name in sent)
-        return message_bytes(self.message) * (self.clients - same * selected)
+        """Return the bytes of the poll's messages to the clients.
+
+        If the round sends the same message, the selected clients receive it only once.
+
+        Args:
+            sent: The message of the round.
+            selected: Number of selected clients.
+        """
+        equal = self.message.keys() == sent.keys()
+        equal = equal and all(torch.equal(self.message[name], sent[name]) for name in sent)
+        return message_bytes(self.message) * (self.clients - equal * selected)
 
 
 @dataclass
 class Delivery:
-    """The work that goes out in a round.
+    """The jobs of a round, and its simulated times.
 
     Attributes:
         exchange: The record of the round.
-        message: What travels, with integer buffers.
-        jobs: The work of the clients that take part.
-        faults: Selected clients that dropped out or are late, later also those whose reply is
-            missing.
+        message: The message to the clients, with integer buffers.
+        jobs: The work of the participating clients.
+        faults: Selected clients that dropped out or are late. After training also clients without
+            a valid reply.
         finish: Simulated time of each reply, by slot.
         seconds: Simulated time at the end of the round; None without a simulated clock.
     """
@@ -66,7 +79,7 @@ class Delivery:
     seconds: float | None = None
 
     def bytes_down(self, under_way: int) -> int:
-        """Return the bytes that were sent; `under_way` clients were sent nothing."""
+        """Return the bytes to the clients, without `under_way` clients that receive no message."""
         selection = self.exchange.selection
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
         receivers -= sum(not fault.sent for fault in self.faults) + under_way
@@ -74,9 +87,15 @@ class Delivery:
 
 
 class Post:
-    """Addresses messages, times them by the simulated clock, and collects replies.
+    """Creates the jobs of a round, simulates their times, and collects the replies.
 
-    `numbers` are the clients' numbers for the user, `awaited` the replies that end a round.
+    Args:
+        task: Data and local training.
+        engine: Trains the clients.
+        schedule: Dropout and clock.
+        numbers: The user's number of each client.
+        awaited: Number of replies that end a round.
+        pools: Storage of replies.
     """
 
     def __init__(
@@ -92,31 +111,31 @@ class Post:
         self.numbers, self.awaited, self.pools = numbers, awaited, pools
 
     def poll(self, pipeline: Pipeline, round: Round) -> Polled:
-        """Ask clients what a part wants to know before the selection."""
+        """Run the poll of the first part that has one in this round, before the selection."""
         for part in pipeline.acting["poll"]:
             poll = part.poll(round)
             if poll is None:
                 continue
-            asking = poll_pipeline(pipeline, part)
-            message = asking.deploy(round, poll.clients)
-            tasks = [Job(client, k, inbox_of(message, k)) for k, client in enumerate(poll.clients)]
-            answers = RoundReplies(tasks, len(tasks), len(tasks), self._weights, None)
-            answers.collect(self.engine.train(asking, replace(round, selected=poll.clients), tasks))
+            polling = poll_pipeline(pipeline, part)
+            message = polling.deploy(round, poll.clients)
+            jobs = [Job(client, k, inbox_of(message, k)) for k, client in enumerate(poll.clients)]
+            answers = RoundReplies(jobs, len(jobs), len(jobs), self._weights, None)
+            answers.collect(self.engine.train(polling, replace(round, selected=poll.clients), jobs))
             if answers.arrived:
-                part.on_poll(answers.together())
+                part.on_poll(answers.all_replies())
             return Polled(message, len(poll.clients), answers.bytes)
         return Polled()
 
     def address(
         self, pipeline: Pipeline, exchange: Exchange, integers: Tensor, now: float
     ) -> Delivery:
-        """Return the jobs of all clients that take part, and the clients that drop out or are late.
+        """Create the jobs of a round. Remove clients that drop out or are late.
 
         Args:
-            pipeline: The pipeline of the round.
-            exchange: The record of the round.
+            pipeline: Pipeline of the round.
+            exchange: Record of the round.
             integers: The server's integer buffers, `[Z]`.
-            now: Simulated time at the beginning of the round.
+            now: Simulated time at the beginning of the round, in seconds.
         """
         round, selection, message = exchange.round, exchange.selection, dict(exchange.wire)
         expected = pipeline.expected(round)
@@ -138,43 +157,45 @@ class Post:
             delivery.finish = self._finish_times(delivery.jobs, upload, now)
             delivery.seconds = now
             if not pipeline.waits:
-                self._leave_out_late(delivery, now)
+                self._remove_late(delivery, now)
         return delivery
 
-    def _leave_out_late(self, delivery: Delivery, now: float) -> None:
-        """Let the simulated clock decide which replies are late."""
-        round, selection, finish = (
-            delivery.exchange.round,
-            delivery.exchange.selection,
-            delivery.finish,
-        )
-        numbers = [self.numbers[selection.clients[slot]] for slot in finish]
+    def _remove_late(self, delivery: Delivery, now: float) -> None:
+        """Remove the jobs that are late by the simulated clock."""
+        round, finish = delivery.exchange.round, delivery.finish
+        selected = delivery.exchange.selection.clients
+        numbers = [self.numbers[selected[slot]] for slot in finish]
         taken, delivery.seconds = round.on_time([*finish.values()], numbers, self.awaited, now)
         late = {slot: time - now for k, (slot, time) in enumerate(finish.items()) if k not in taken}
         remaining = []
-        for task in delivery.jobs:
-            if task.slot in late:
-                delivery.faults.append(Fault(task, f"late: after {late[task.slot]:.6g} s"))
+        for job in delivery.jobs:
+            if job.slot in late:
+                delivery.faults.append(Fault(job, f"late: after {late[job.slot]:.6g} s"))
             else:
-                remaining.append(task)
+                remaining.append(job)
         delivery.jobs = remaining
 
-    def _finish_times(self, tasks: Sequence[Job], upload: int, now: float) -> dict[int, float]:
-        """Return by slot when the simulated clock has each reply, of `upload` bytes."""
-        uploads = [(task, task.slot) for task in tasks if task.slot is not None]
-        clients = torch.tensor([task.client for task, _ in uploads], dtype=torch.int64)
+    def _finish_times(self, jobs: Sequence[Job], upload: int, now: float) -> dict[int, float]:
+        """Return the simulated arrival time of each reply by slot. Replies have `upload` bytes."""
+        uploads = [(job, job.slot) for job in jobs if job.slot is not None]
+        clients = torch.tensor([job.client for job, _ in uploads], dtype=torch.int64)
         arrivals = {}
-        for (task, slot), size in zip(uploads, self.task.sizes(clients).tolist(), strict=True):
-            device = self.schedule.clock.device(self.schedule.seed, self.numbers[task.client])
+        for (job, slot), size in zip(uploads, self.task.sizes(clients).tolist(), strict=True):
+            device = self.schedule.clock.device(self.schedule.seed, self.numbers[job.client])
             samples = self.task.training.samples_seen(int(size))
-            arrivals[slot] = device.finish(now, samples, message_bytes(task.inbox), upload)
+            arrivals[slot] = device.finish(now, samples, message_bytes(job.inbox), upload)
         return arrivals
 
     def deliver(self, pipeline: Pipeline, delivery: Delivery, observed: bool) -> RoundReplies:
-        """Let the clients train, and collect their replies.
+        """Train the clients, and collect their replies.
 
-        Replies are folded as they arrive unless the pipeline, an observer or limits on remote
-        clients need all of them.
+        Replies are folded on arrival, unless the pipeline, an observer or the limits on remote
+        clients need all replies at once.
+
+        Args:
+            pipeline: Pipeline of the round.
+            delivery: Jobs of the round. Clients without a valid reply are added to its faults.
+            observed: True if an observer reads the replies.
         """
         exchange, round = delivery.exchange, delivery.exchange.round
         fold = pipeline.folds and not observed and not isinstance(self.engine, RemoteClients)
@@ -197,12 +218,10 @@ class Post:
         return answers
 
     def _weights(self, replies: Sequence[Answer]) -> Tensor:
-        """Return the weights of replies: those of the selection, or else the samples of their
-        clients.
-        """
+        """Return the weights of replies. Sample counts of remote clients are capped."""
         weights = weights_of(self.task, replies)
-        given = any(reply.job.weight is not None for reply in replies)
-        if given or not isinstance(self.engine, RemoteClients):
+        has_weights = any(reply.job.weight is not None for reply in replies)
+        if has_weights or not isinstance(self.engine, RemoteClients):
             return weights
         return capped(weights, self.engine.largest_share)
 

@@ -1,6 +1,4 @@
-"""What a federation asks of the place where clients train: the interface of engines, and what
-passes through it.
-"""
+"""Engine protocol and its message types: jobs, answers and faults."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -22,8 +20,13 @@ from fedloom.task import Task
 
 @dataclass(frozen=True)
 class Job:
-    """A client's work in a round: its number, slot (None: no upload), inbox, and its reply's weight
-    if not its samples.
+    """The work of one client in a round.
+
+    Attributes:
+        client: Number of the client.
+        slot: Position of its reply in the round. None: the client trains without uploading.
+        inbox: The message for the client.
+        weight: Weight of its reply. None: the number of its samples.
     """
 
     client: int
@@ -34,11 +37,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """One client's answer: named tensors without a client axis, and figures about its work.
+    """The answer of one client.
 
-    `gathered`: matrices `[slots, ...]` of its block (`Pipeline.block_size`), given away, in which
-    the tensors lie already, in the row of its slot. `samples`: how many the client trains on, where
-    it is not the task that knows.
+    Attributes:
+        job: The work that it answers.
+        tensors: Uploaded tensors by name, without a client axis.
+        metrics: Figures of the training by name.
+        gathered: Matrices `[slots, ...]` of the block (`Pipeline.block_size`). They already contain
+            the tensors, in the row of the slot, and the receiver may modify them.
+        samples: Number of training samples of the client, if the task does not have it.
     """
 
     job: Job
@@ -50,24 +57,37 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """One client that did not answer, or whose answer was refused, and why."""
+    """A client without a valid answer, and the reason.
+
+    Attributes:
+        job: The work that was not done.
+        reason: Text for the user.
+        error: The cause, if the client raised an error or its reply was refused.
+        sent: True if the message was sent to the client.
+    """
 
     job: Job
     reason: str
     error: Exception | None = None
-    sent: bool = True  # whether the message went out to it
+    sent: bool = True
 
     @property
     def diverged(self) -> bool:
-        """Return True if the client's training led to values that are not finite."""
+        """Return True if the client's training produced infinite or NaN values."""
         return isinstance(self.error, NotFinite)
 
 
 @dataclass(frozen=True)
 class FoldedBlock:
-    """The replies to a block of slots, folded where its clients trained: their aggregate (None
-    without any), integer buffers `[r, Z]`, and their bytes. Their `Reply` has no tensors then, and
-    comes after it.
+    """The replies of a block of slots, folded into one aggregate in the process of the clients.
+
+    The answers of these clients have no tensors, and follow the folded block.
+
+    Attributes:
+        number: Number of the block.
+        aggregate: Aggregate of the replies. None if no client replied.
+        integers: Integer buffers of the replies, `[r, Z]`, or None.
+        bytes: Size of the replies.
     """
 
     number: int
@@ -77,25 +97,29 @@ class FoldedBlock:
 
 
 Result = Answer | Fault | FoldedBlock
-"""What comes of training clients."""
+"""Results of training, as engines yield them."""
 
 
 class Engine(Protocol):
-    """Runs the client half of a method.
+    """Runs the client side of a method.
 
-    `train` lets the client of every task train, and yields results in any order. It holds least
-    when blocks of slots (`slot_blocks`) come one after the other. `evaluate` lets each client make
-    the model that it would use in `round` and scores that on the client's own test data; nothing of
-    it lasts, and the models do not leave the engine.
+    `train` trains the client of every job, and yields results in any order. It needs the least
+    memory if blocks of slots (`slot_blocks`) arrive one after the other. `evaluate` creates the
+    model that each client would use in `round`, and scores it on the client's own test data. It
+    changes no client memory, and the models do not leave the engine.
 
-    `begin` makes clients remember nothing; what memory cannot hold goes to the directory. After a
-    round, what clients wrote stands (`commit`) or is undone (`rollback`, False when that cannot be
-    done). `memory` is what a checkpoint must hold of it, may refer to files, and is empty where
-    sites keep it; `restore_memory` takes it back, or raises `DamagedCheckpoint`. Once a checkpoint
-    is on the disk, `release_memory` gives up what only those before the previous one needed.
+    `begin` clears the memory of all clients. Memory that does not fit into RAM is stored in
+    `directory`. After a round, `commit` accepts the changes of client memory, or `rollback` undoes
+    them. `rollback` returns False if this is impossible. `memory` returns the tensors of a
+    checkpoint. They may refer to files, and are empty if sites store the memory themselves.
+    `restore_memory` restores them, or raises `DamagedCheckpoint`. `release_memory` is called when a
+    checkpoint is on the disk. It removes the files that neither this checkpoint nor the previous
+    one needs.
 
-    `notices`: what there is to say of how clients train, a line each. `in_process`: True where
-    clients train in this process, False in others of this machine, None away from it.
+    Attributes:
+        notices: Warnings for the user, one line each.
+        in_process: True if clients train in this process, False if in other processes of this
+            machine, None if on other machines.
     """
 
     notices: list[str]
@@ -115,44 +139,57 @@ class Engine(Protocol):
 
 
 class FoldingEngine(ABC):
-    """An engine that may fold blocks of slots where clients train, to the bits of folding them
-    here.
+    """An engine that can fold blocks of slots in the processes that train the clients.
+
+    The aggregate is bitwise equal to the aggregate of replies that are folded in this process.
     """
 
     @abstractmethod
     def train(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], fold: Exchange | None = None
     ) -> Iterator[Result]:
-        """Train the clients; with the round's exchange as `fold`, blocks may come folded."""
+        """Train the clients, and fold blocks of replies if `fold` is the exchange of the round."""
 
 
 class RemoteClients:
-    """An engine whose clients are strangers: by what they claim none gets more than `largest_share`
-    of a round's weight.
+    """Base class of engines with untrusted clients.
+
+    Attributes:
+        largest_share: Largest share of a round's weight that one client gets, whatever number of
+            samples it reports.
     """
 
     largest_share: float
 
     @property
     def under_way(self) -> frozenset[int]:
-        """The clients that train from an earlier round on, for an asynchronous method."""
+        """Clients that still train from an earlier round, for asynchronous methods."""
         return frozenset()
 
 
 def slot_blocks(jobs: Sequence[Job], round: Round, slots: int) -> dict[int, list[Job]]:
-    """Return the tasks of each block of so many slots. Clients that train without uploading come
-    last, in the next slots.
+    """Group jobs into blocks of consecutive slots.
+
+    Args:
+        jobs: Jobs of the round. Clients that do not upload get the slots after all others.
+        round: The round.
+        slots: Number of slots of a block.
+
+    Returns:
+        The jobs by number of the block, in increasing order.
     """
     blocks: defaultdict[int, list[Job]] = defaultdict(list)
-    beyond = count(len(round.selected))
+    next_slots = count(len(round.selected))
     for job in jobs:
-        blocks[(next(beyond) if job.slot is None else job.slot) // slots].append(job)
+        slot = next(next_slots) if job.slot is None else job.slot
+        blocks[slot // slots].append(job)
     return dict(sorted(blocks.items()))
 
 
 def inbox_of(message: Message, index: int) -> Message:
-    """Return the rows `[1, ...]` of a message that receiver `index` is sent; a single row is for
-    all.
+    """Return the message of receiver `index`, with tensors `[1, ...]`.
+
+    Tensors of a single row are the same for all receivers.
     """
     return {
         name: rows[index : index + 1] if len(rows) > 1 else rows for name, rows in message.items()

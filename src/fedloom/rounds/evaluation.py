@@ -1,15 +1,15 @@
-"""What a federation measures of its models, on whom, and how often.
+"""Evaluation of global and personal models.
 
-Figures of one evaluation, by name (parts: `Tally.figures`); accuracy stands for the objective's
-metric, loss for the others:
+Figures of one evaluation by name. Here "accuracy" is the objective's metric, and "loss" represents
+its other figures (see `Tally.figures`):
 
-    accuracy, loss                  the global model on the global test set, unless that is empty
-    client_accuracy, _std, _worst   the global model on the clients' own test data; client_loss
-    personal_accuracy, ...          each client's own model (`Algorithm.personalise`) on the client's own test data
+    accuracy, loss                  global model on the global test set, unless that is empty
+    client_accuracy, _std, _worst   global model on the clients' own test data (also client_loss)
+    personal_accuracy, ...          each client's model (`Algorithm.personalise`) on its test data
     new_client_accuracy, ...        the same for clients that never train
 
-Personal models are those with which the next round would begin, made from what the next round would
-send: after the download and the local initialisation, before local training (as FedALA does).
+A personal model is the model with which the client would begin the next round: after the download
+and the local initialisation, before local training (as in FedALA).
 """
 
 import math
@@ -36,31 +36,34 @@ from fedloom.rounds.schedule import Patience, Schedule, Stop
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
 
-SHARE = 0.1
-"""What evaluation may cost, as a share of training, where the schedule leaves open how often to
-evaluate.
-"""
+COST_SHARE = 0.1
+"""Largest cost of evaluation, as a share of training, if the schedule has no intervals."""
 
 TRAINING_PASSES = 3
-"""A training step costs about three forward passes: the backward pass takes twice as long as the
-forward pass.
-"""
+"""Cost of a training step in forward passes: a backward pass costs about two."""
 
 BLOCK = 64
-"""How many clients' messages are made at a time."""
+"""Number of clients for which messages are created at once."""
 
 MODELS = ("client", "personal", "new_client")
-"""Beginnings of figures on the clients' own test data: of the global model, of their own, and of
-those that never trained.
+"""Prefixes of figures on the clients' own test data.
+
+They belong to the global model, the clients' own models, and the models of clients that never train.
 """
 
 
 class Evaluation:
-    """Measures the models of one federation, in which clients from number `trainers` on never
-    train.
+    """Measures the models of one federation.
 
-    `numbers` are the clients' numbers in figures, if others. Raises `InvalidValue` for figures that
-    the task has no data for.
+    Args:
+        task: Data and model. Clients from number `trainers` never train.
+        engine: Evaluates personal models.
+        schedule: Intervals of evaluations.
+        trainers: Number of clients that train.
+        numbers: The user's number of each client. By default the numbers of the task.
+
+    Raises:
+        InvalidValue: If the task has no data for a requested figure.
     """
 
     def __init__(
@@ -78,20 +81,22 @@ class Evaluation:
         if task.local_test is None and (schedule.personal_every or schedule.new_clients):
             option = "personal_every" if schedule.personal_every else "new_clients"
             raise InvalidValue(
-                f"{option} needs test data of the clients' own: give the task local_test, such as 0.25"
+                f"{option} needs the clients' own test data: set local_test of the task, such as 0.25"
             )
         sizes = np.zeros(task.clients) if task.local_test is None else task.local_test.sizes
-        able = np.flatnonzero(sizes)
-        self.clients = _chosen(able[able < trainers], schedule)
-        self.newcomers = _chosen(able[able >= trainers], schedule)
+        with_data = np.flatnonzero(sizes)
+        self.clients = _draw(with_data[with_data < trainers], schedule)
+        self.newcomers = _draw(with_data[with_data >= trainers], schedule)
         self.every, self.personal_every = cadence(
             task, schedule, trainers, len(self.clients) + len(self.newcomers)
         )
         self.patience = self._patience(schedule.stop)
 
     def _patience(self, stop: Stop) -> Patience:
-        """Return what ends the run. Raises `InvalidValue` for a figure that is never measured, or
-        improves in no known way.
+        """Return the counter for early stopping.
+
+        Raises `InvalidValue` if the run never measures the figure, or if the direction of an
+        improvement is unknown.
         """
         objective, metrics = self.task.objective, self.task.dataset.metrics
         names = [*objective.figure_names, *(metric.name for metric in metrics)]
@@ -105,53 +110,57 @@ class Evaluation:
         model = next((model for model in MODELS if figure.startswith(f"{model}_")), "")
         metric, name = objective.metric, figure.removeprefix(f"{model}_")
         if stop.evaluations is not None and stop.goal is None and name not in ("loss", metric.name):
-            raise InvalidValue(f"stop.goal: say whether {figure} should rise or fall")
+            raise InvalidValue(f"stop.goal: set 'rise' or 'fall' as the direction of {figure}")
         rises = stop.goal == "rise" or (
             stop.goal is None and name == metric.name and metric.higher_is_better
         )
-        return Patience(
-            stop, figure, rises, self.personal_every if model in MODELS[1:] else self.every
-        )
+        every = self.personal_every if model in MODELS[1:] else self.every
+        return Patience(stop, figure, rises, every)
 
     def measure(
         self, pipeline: Pipeline, round: Round, model: Tensor, integers: Tensor, ends: bool = False
     ) -> tuple[Record, Record | None]:
-        """Return the figures due after `round` (all when it `ends` the run), and those of each
-        client when personal models are due. The global `model` is the pipeline's, `integers` are
-        its integer buffers.
+        """Measure the figures that are due after a round.
+
+        Args:
+            pipeline: Pipeline of the next round.
+            round: The finished round.
+            model: The global model, `[P]`.
+            integers: Integer buffers of the global model, `[Z]`.
+            ends: True if the run ends: all figures are due. The last round always ends it.
+
+        Returns:
+            The figures by name, and the figures of each client if personal models are due.
         """
         figures: Record = {}
         ends = ends or round.number == self.rounds
         due = ends or round.number % self.every == 0
         personal = self.personal_every > 0 and (ends or round.number % self.personal_every == 0)
+        if due and len(self.task.test):
+            figures |= self.evaluator.score(model, self.task.test, integers)
         if due:
-            figures |= (
-                self.evaluator.score(model, self.task.test, integers) if len(self.task.test) else {}
-            )
             figures |= pipeline.diagnose()
         tallies: dict[str, Tally] = {}
-        scored = partial(
-            self._tally, pipeline, self.task.training.round_at(round, round.number + 1), integers
-        )
+        upcoming = self.task.training.round_at(round, round.number + 1)
+        score = partial(self._tally, pipeline, upcoming, integers)
         if personal or (due and self.personal_every):
-            tallies["client"] = scored(model, self.clients)
+            tallies["client"] = score(model, self.clients)
         if personal:
             tallies["personal"] = (
-                scored(None, self.clients) if pipeline.personal else tallies["client"]
+                score(None, self.clients) if pipeline.personal else tallies["client"]
             )
             if self.newcomers:
-                tallies["new_client"] = scored(None if pipeline.personal else model, self.newcomers)
-        # absent sites answer nothing
+                tallies["new_client"] = score(None if pipeline.personal else model, self.newcomers)
+        # Absent sites return no figures.
         tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}
         for name, tally in tallies.items():
             figures |= tally.figures(name, self.task.objective)
         if not ends and self.patience.ends(round.number, figures):
             return self.measure(pipeline, round, model, integers, ends=True)
-        table = {
-            "round": round.number,
-            **{name: self._table(tally) for name, tally in tallies.items()},
-        }
-        return figures, table if personal else None
+        if not personal:
+            return figures, None
+        tables = {name: self._table(tally) for name, tally in tallies.items()}
+        return figures, {"round": round.number, **tables}
 
     def _tally(
         self,
@@ -161,26 +170,31 @@ class Evaluation:
         model: Tensor | None,
         clients: Sequence[int],
     ) -> Tally:
-        """Score the global `model`, or else the models that the clients would use, on the clients'
-        own test data.
-        """
+        """Score `model`, or the clients' own models if it is None, on the clients' test data."""
         if model is not None and not self.task.elsewhere and self.task.local_test is not None:
             return self.evaluator.tally(
                 model, self.task.train, self.task.local_test, clients, integers
             )
         if model is not None:
-            plain = Algorithm()  # with it, clients use what they are sent
+            plain = Algorithm()  # its clients use the model that they receive
             plain.plan, plain.state = pipeline.plan, {"model": model}
             pipeline = Pipeline(plain)
-        blocks = self.deployed(pipeline, upcoming, clients, integers)
-        return Tally.joined(
-            [t for block in blocks for t in self.engine.evaluate(pipeline, upcoming, block)]
-        )
+        tallies: list[Tally] = []
+        for jobs in self.deployed(pipeline, upcoming, clients, integers):
+            tallies += self.engine.evaluate(pipeline, upcoming, jobs)
+        return Tally.joined(tallies)
 
     def deployed(
         self, pipeline: Pipeline, upcoming: Round, clients: Sequence[int], integers: Tensor
     ) -> Iterator[list[Job]]:
-        """Yield what clients are sent in order to personalise, some at a time."""
+        """Yield blocks of jobs in which clients create their own models.
+
+        Args:
+            pipeline: Pipeline of the next round.
+            upcoming: The next round.
+            clients: Numbers of the clients.
+            integers: The server's integer buffers, `[Z]`.
+        """
         for start in range(0, len(clients), BLOCK):
             block = tuple(clients[start : start + BLOCK])
             message: Message = pipeline.deploy(upcoming, block)
@@ -198,42 +212,66 @@ class Evaluation:
 
 
 def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tuple[int, int]:
-    """Every how many rounds the global model is scored, and every how many personal models are; 0
-    is never.
+    """Return the numbers of rounds between evaluations.
 
-    What the schedule leaves open is chosen such that evaluation costs at most `SHARE` of training,
-    counted in samples that pass forward: training K clients costs 3 K s, with s the samples of one
-    client's local training; the global model, one pass over the test set and the clients' own; a
-    client, 3 s + 2 m, as if personalising were one more local training (no method here does more)
-    and with m own test samples for the global and for the personal model. So the choice depends on
-    no clock and on no method, and methods that are compared are evaluated in the same rounds.
+    If the schedule has no interval, the evaluations cost at most `COST_SHARE` of training. Costs
+    are counted in samples of forward passes:
+
+    - Training K clients costs 3 K s, with s the samples of one client's local training.
+    - The global model costs one pass over the test set and over the clients' own test data.
+    - A personal model costs 3 s + 2 m. Personalising counts as one local training (no method here
+      needs more), and the client scores the global and the personal model on its m test samples.
+
+    The intervals depend neither on a clock nor on the method, so that compared methods are
+    evaluated in the same rounds.
+
+    Args:
+        task: Data and local training.
+        schedule: Intervals, if set, and participation.
+        trainers: Number of clients that train.
+        evaluated: Number of clients that are evaluated on their own data.
+
+    Returns:
+        Rounds between evaluations of the global model, and of personal models (0: never).
     """
     local = TRAINING_PASSES * task.training.samples_seen(
         float(task.partition.sizes[:trainers].mean())
     )
     training = schedule.participants(trainers) * local
     if evaluated == 0 or schedule.personal_every == 0 or task.local_test is None:
-        return schedule.evaluate_every or max(1, math.ceil(len(task.test) / (SHARE * training))), 0
+        smallest = max(1, math.ceil(len(task.test) / (COST_SHARE * training)))
+        return schedule.evaluate_every or smallest, 0
     local_test = float(task.local_test.sizes.mean())
     overall = len(task.test) + evaluated * local_test
-    every = schedule.evaluate_every or math.ceil(overall / (SHARE / 2 * training))
-    share = max(SHARE - overall / (every * training), SHARE / 2)
+    every = schedule.evaluate_every or math.ceil(overall / (COST_SHARE / 2 * training))
+    share = max(COST_SHARE - overall / (every * training), COST_SHARE / 2)
     return every, schedule.personal_every or math.ceil(
         evaluated * (local + 2 * local_test) / (share * training)
     )
 
 
 def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[int]]:
-    """The task with `count` drawn clients moved behind all others, which keep their order, and the
-    clients' earlier numbers.
+    """Draw the clients that never train, and move them behind all others.
 
-    A draw, since in some partitions neighbours hold the same classes. Raises `InvalidValue` when
-    nobody is left to train.
+    They are drawn at random, because in some partitions neighbouring clients have the same classes.
+
+    Args:
+        task: The task.
+        count: Number of clients that never train.
+        seed: Seed of the run.
+
+    Returns:
+        The task with the new order of clients, and the previous number of each client.
+
+    Raises:
+        InvalidValue: If no client remains for training.
     """
     if count == 0:
         return task, range(task.clients)
     if count >= task.clients:
-        raise InvalidValue(f"new_clients leaves none of the {task.clients} clients to train")
+        raise InvalidValue(
+            f"new_clients leaves none of the {task.clients} clients to train: set a smaller share"
+        )
     drawn = (
         torch.randperm(task.clients, generator=stream(seed, "new clients"))[:count]
         .sort()
@@ -244,12 +282,12 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
     return replace(task, partition=task.partition.take(numbers), local_test=local_test), numbers
 
 
-def _staying(algorithm: Algorithm) -> set[str]:
-    """Return the names of the tensors that clients do not send."""
+def _local_tensors(algorithm: Algorithm) -> set[str]:
+    """Return the names of the tensors that clients do not upload."""
     plan = algorithm.plan
-    # a later stage has no state yet, which `expects` may need
+    # `expects` may need the state, but a later stage has none yet.
     if algorithm.state and "model" not in algorithm.expects(plan.opening()):
-        # such as prototypes, which the server makes a classifier of
+        # Clients upload other tensors, such as prototypes: the server only trains the head.
         head = head_name(plan.module)
         return {tensor.name for tensor in plan.layout.slices if tensor.layer != head}
     unit = algorithm.shared(plan.module, plan.layout)
@@ -261,31 +299,39 @@ def _staying(algorithm: Algorithm) -> set[str]:
 
 
 def untrained(pipeline: Pipeline, stages: Sequence[Pipeline] = ()) -> list[str]:
-    """Return a notice that names the layers and statistics of the global model that nothing
-    changes, where there are any.
+    """Return a notice about layers and statistics of the global model that never change.
 
     Args:
-        pipeline: That of the first round.
-        stages: Those of all stages.
+        pipeline: Pipeline of the first round.
+        stages: Pipelines of all stages.
+
+    Returns:
+        One notice, or none if the whole model changes.
     """
     algorithm, layout, initial = pipeline.algorithm, pipeline.plan.layout, pipeline.plan.initial
-    names_staying = _staying(algorithm).intersection(*(_staying(s.algorithm) for s in stages))
-    stays = [tensor for tensor in layout.slices if tensor.name in names_staying]
-    moved = algorithm.model() != initial if stays else torch.empty(0)
-    fixed = [tensor for tensor in stays if not moved[tensor.slice].any()]
+    names = _local_tensors(algorithm)
+    for stage in stages:
+        names &= _local_tensors(stage.algorithm)
+    local = [tensor for tensor in layout.slices if tensor.name in names]
+    changed = algorithm.model() != initial if local else torch.empty(0)
+    fixed = [tensor for tensor in local if not changed[tensor.slice].any()]
     layers = dict.fromkeys(tensor.layer for tensor in fixed if tensor.stop <= layout.trainable)
-    others = dict.fromkeys(tensor.layer for tensor in fixed if tensor.layer not in layers)
-    names = [*layers, *(f"the statistics of {layer}" for layer in others)]
-    reason = f"has {', '.join(names)} as drawn at first, since they never leave the clients"
-    remedy = "judge it by the clients' own models (personal_every, measure = personal)"
-    if others and hasattr(algorithm, "buffers"):
+    statistics = dict.fromkeys(tensor.layer for tensor in fixed if tensor.layer not in layers)
+    fixed_names = [*layers, *(f"the statistics of {layer}" for layer in statistics)]
+    if not fixed_names:
+        return []
+    fault = f"never changes {', '.join(fixed_names)}: clients do not upload them"
+    remedy = "Evaluate the clients' own models (personal_every, measure = personal)"
+    if statistics and hasattr(algorithm, "buffers"):
         remedy += ", or set buffers=average"
-    return [f"the global model of {pipeline} {reason}: {remedy}"] if names else []
+    return [f"the global model of {pipeline} {fault}. {remedy}"]
 
 
 def clients_without_steps(task: Task) -> list[str]:
-    """Return notices of the clients that take no training step, and of those that leave out samples,
-    since batch norm cannot normalise a batch of one sample.
+    """Return notices about clients that cannot train on all their samples because of batch norm.
+
+    Batch norm cannot normalise a batch of one sample. Some clients therefore take no training step,
+    others skip the last sample of each epoch.
     """
     if not has_batch_norm(task.model) or not len(task.train):
         return []
@@ -296,9 +342,9 @@ def clients_without_steps(task: Task) -> list[str]:
     steps = task.training.local_steps(sizes, smallest)
     idle = int((steps == 0).sum())
     shorter = int(((steps > 0) & (steps < task.training.local_steps(sizes))).sum())
-    reason = "since batch norm cannot normalise a batch of one sample"
+    reason = "because batch norm cannot normalise a batch of one sample"
     size = task.training.batch_size
-    remedy = f"set batch_size to 2 or more (it is {size}), or give these clients more samples"
+    remedy = f"set batch_size to 2 or more (got {size}), or give these clients more samples"
     notices = []
     if idle:
         notices.append(
@@ -307,12 +353,12 @@ def clients_without_steps(task: Task) -> list[str]:
     if shorter:
         notices.append(
             f"{shorter} of {task.clients} clients skip the last sample of each epoch, {reason}: "
-            "choose another batch_size to use all samples"
+            "use another batch_size to train on all samples"
         )
     return notices
 
 
-def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:
-    """At most `personal_clients` of the clients, drawn by the seed, in the order of their numbers."""
-    order = torch.randperm(len(able), generator=stream(schedule.seed, "evaluated clients"))
-    return tuple(sorted(able[order[: schedule.personal_clients].numpy()].tolist()))
+def _draw(clients: Any, schedule: Schedule) -> tuple[int, ...]:
+    """Draw at most `personal_clients` of the clients. Return them in order of their numbers."""
+    order = torch.randperm(len(clients), generator=stream(schedule.seed, "evaluated clients"))
+    return tuple(sorted(clients[order[: schedule.personal_clients].numpy()].tolist()))

@@ -1,4 +1,4 @@
-"""A federation: one method on one task in one engine, round after round, with checkpoints."""
+"""The round loop: one method on one task in one engine, with logs and checkpoints."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,18 +43,18 @@ LOGS = {
     "timings.jsonl": ("ended", "seconds", "train_seconds"),
     "clients.jsonl": (),
 }
-"""Files of a run with one line for each round, and the names that every line has."""
+"""Files of a run with one line per round, and the names that every line must have."""
 
 Lines = tuple[Record, Record, Record | None]
-"""Figures of a round, its times, and figures by client if they were measured."""
+"""Figures of a round, its times, and the figures by client (None if not measured)."""
 
 
 class Observer(Protocol):
-    """Records something of the rounds of a federation, without influence on them.
+    """Records data of each round, without influence on the results.
 
-    `begin` is called when the federation is set up, before it resumes; `observe` before the method
-    receives the replies, in a round that may still fail; `commit` when it has succeeded. `log` is
-    cut where a run resumes, and checkpoints contain its digest.
+    The federation calls `begin` when it is set up, before it resumes. It calls `observe` before the
+    method receives the replies, so the round can still fail, and `commit` after a successful round.
+    When a run resumes, later lines are removed from `log`. Checkpoints contain the digest of `log`.
     """
 
     @property
@@ -65,17 +65,27 @@ class Observer(Protocol):
 
 
 class Federation:
-    """One method on one task in one engine, round after round.
+    """Runs the rounds of one method on one task in one engine.
 
-    With a `directory`, each round appends its figures to `metrics.jsonl`, those of single clients
-    to `clients.jsonl`, and its times and new notices to `timings.jsonl`. Checkpoints are saved
-    there, client memory that does not fit into them under `clients`, and pools larger than the
-    schedule's `pool_budget` under `pool`; a run with such a pool has a checkpoint of every round. A
-    federation made again with the same arguments continues from the newest checkpoint of the same
-    `identity`.
+    With a `directory`, each round appends its figures to `metrics.jsonl`, the figures of single
+    clients to `clients.jsonl`, and its times and new notices to `timings.jsonl`. The directory also
+    contains the checkpoints, client memory that does not fit into them (`clients`), and pools
+    larger than the schedule's `pool_budget` (`pool`). A run with such a pool saves a checkpoint in
+    every round. A new federation with the same arguments continues from the newest checkpoint of
+    the same `identity`.
 
-    Figures name clients by the task's numbers. Where some never train (`Schedule.new_clients`),
-    `self.task` has these last, and methods and engine use the numbers of that order.
+    Figures name clients by the numbers of `task`. If some clients never train
+    (`Schedule.new_clients`), `self.task` has these clients last, and the method and the engine use
+    the numbers in this order.
+
+    Args:
+        algorithm: The method.
+        task: Data, model and local training.
+        engine: Trains the clients.
+        schedule: Rounds, participation, evaluation and checkpoints.
+        directory: Folder of the run. None writes no files.
+        identity: Text that identifies the run. Checkpoints of other runs are refused.
+        observers: Record data of each round.
     """
 
     def __init__(
@@ -95,11 +105,11 @@ class Federation:
         self.trainers = task.clients - newcomers
         self.evaluation = Evaluation(self.task, engine, schedule, self.trainers, self.numbers)
         self.integers = task.initial_integers.clone()
-        self.finished = self._saved = 0  # rounds so far, and at the last checkpoint
+        self.finished = self._saved = 0  # rounds, now and at the last checkpoint
         self._pool_watch = PoolWatch(task.test.labels, schedule.rounds)
-        self._noted: set[str] = set()  # notices that were written to `timings`
-        self._midway = False  # a round has begun and not ended, so the state belongs to no round
-        self._now = 0.0  # simulated time
+        self._reported: set[str] = set()  # notices that `timings.jsonl` already contains
+        self._midway = False  # within a round, the state belongs to no finished round
+        self._now = 0.0  # simulated time in seconds
         self._pools = PoolFiles(
             None if directory is None else directory / "pool", schedule.pool_budget
         )
@@ -118,10 +128,11 @@ class Federation:
         """Set up the method for the plan of this run."""
         schedule, remote = self.schedule, isinstance(self.engine, RemoteClients)
         if schedule.clock.runs and remote:
-            reason = "the time of real sites is that of the real clock: leave the table [clock] out"
+            reason = "real sites use real time: remove the table [clock]"
             raise InvalidValue(f"clock: {reason}")
-        task.training.same_rates(schedule.rounds, schedule.rounds)  # raises where there is none
-        awaited = schedule.participants(self.trainers)  # replies of a round, at most
+        # Check the schedule of learning rates now: it may have no rate for the last round.
+        task.training.same_rates(schedule.rounds, schedule.rounds)
+        awaited = schedule.participants(self.trainers)  # largest number of replies of a round
         participants = schedule.clock.selected(awaited, self.trainers)
         poisson = schedule.participation_mode == "poisson"
         require_participation(self.algorithm, poisson, participants > awaited)
@@ -178,7 +189,7 @@ class Federation:
 
     @property
     def history(self) -> list[Record]:
-        """The figures of each round, read anew where there is a directory."""
+        """The figures of each round. With a directory, each access reads the file."""
         return self._logs[0].read()
 
     @property
@@ -188,34 +199,41 @@ class Federation:
 
     @property
     def client_history(self) -> list[Record]:
-        """The figures client by client, of the rounds in which they were taken."""
+        """The figures by client, of the rounds that measured them."""
         return self._logs[2].read()
 
     @property
     def notices(self) -> list[str]:
-        """Notices, one line each: damaged checkpoints, how clients train where that is unusual,
-        whether the models of a pool drift apart, and why the run ends early.
+        """Warnings for the user, one line each.
+
+        They concern the data, layers that are never trained, damaged checkpoints, the engine,
+        diverging models of a pool, and the reason of an early end.
         """
         damaged = [] if self.checkpoints is None else self.checkpoints.notices
-        ends = self.evaluation.patience.notices
+        early_end = list(self.evaluation.patience.notices)
         if self.finished and self.pipeline.spent:
-            ends = [f"the privacy budget is spent: the run ends after round {self.finished}", *ends]
+            early_end.insert(
+                0, f"the privacy budget is spent: the run ends after round {self.finished}"
+            )
         pools, clients = self._pool_watch.notices, self.engine.notices
-        return [*self.task.notices, *self._untrained, *damaged, *clients, *pools, *ends]
+        return [*self.task.notices, *self._untrained, *damaged, *clients, *pools, *early_end]
 
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds.
 
-        An interruption (Ctrl-C) or an error leaves a checkpoint of the last finished round. Where
-        the interrupted round has changed too much client memory to be undone, the checkpoint before
-        stays the last, and `run` raises `CheckpointError`.
+        After an interruption (Ctrl-C) or an error, `run` saves a checkpoint of the last finished
+        round. This is impossible if the interrupted round has changed too much client memory to
+        undo it: the previous checkpoint then remains the newest.
 
         Args:
             on_round: Called after each round with its figures and its times.
+
+        Raises:
+            CheckpointError: If an earlier call was interrupted in a round that cannot be undone.
         """
         if self._midway:
-            remedy = "make the federation again to continue from a checkpoint"
-            raise CheckpointError(f"a round was interrupted: {remedy}")
+            remedy = "create a new federation to continue from the newest checkpoint"
+            raise CheckpointError(f"a round was interrupted and cannot be undone: {remedy}")
         if self.finished == 0 and self.pipeline.spent:
             self._accounts.require_budget()
         with sigterm_interrupts():
@@ -241,10 +259,10 @@ class Federation:
             self.save()
 
     def step(self) -> tuple[Record, Record]:
-        """Run a round: all of it or nothing.
+        """Run one round. If it fails, restore the state before the round.
 
         Returns:
-            Its figures and its times.
+            Figures and times of the round.
 
         Raises:
             Diverged: If no client's model is finite, or the global model diverges.
@@ -269,7 +287,7 @@ class Federation:
         return lines[:2]
 
     def _round(self, round: Round) -> Lines:
-        """Return the figures of a new round, its times, and the figures by client if measured."""
+        """Run the phases of a round, without writing its lines."""
         times = {"began": time.perf_counter()}
         pipeline = self.course.at(round.number)
         round = replace(round, closes=self.schedule.clock.closes(self._now))
@@ -278,7 +296,7 @@ class Federation:
         exchange = pipeline.open(replace(round, selected=selection.clients), selection)
         require_message(exchange, pipeline.algorithm)
         delivery = self._post.address(pipeline, exchange, self.integers, self._now)
-        self._accounts.note(exchange)
+        self._accounts.record(exchange)
         engine = self.engine
         under_way = engine.under_way if isinstance(engine, RemoteClients) else frozenset()
         answers = self._post.deliver(pipeline, delivery, bool(self.observers))
@@ -293,17 +311,17 @@ class Federation:
         return record, timing(round.number, times, bool(self.observers)), clients
 
     def _outcome(self, delivery: Delivery, answers: RoundReplies) -> Replies | Aggregate | None:
-        """Return the replies after the observers have read them, or the aggregate of folded ones."""
+        """Return the replies after the observers have read them, or the aggregate if folded."""
         if answers.fold is not None:
             return answers.aggregate
-        replies = answers.together()
+        replies = answers.all_replies()
         for observer in self.observers:
             observer.observe(delivery.exchange.round, delivery.jobs, replies)
         replies.integers = replies.matrices.pop(INTEGERS, None)
         if replies.integers is not None:
-            silent = torch.ones(len(replies.integers), dtype=torch.bool)
-            silent[replies.index] = False
-            replies.integers[silent] = self.integers.to(replies.integers.device)
+            missing = torch.ones(len(replies.integers), dtype=torch.bool)
+            missing[replies.index] = False
+            replies.integers[missing] = self.integers.to(replies.integers.device)
         if delivery.finish:
             arrivals = [delivery.finish[slot] for slot in replies.slots.tolist()]
             replies.finish = torch.tensor(arrivals, dtype=torch.float64)
@@ -316,7 +334,7 @@ class Federation:
         answers: RoundReplies,
         outcome: Replies | Aggregate | None,
     ) -> Tensor:
-        """Make the server's step and begin the next stage, if any. Return the global model."""
+        """Run the server's step and begin the next stage, if any. Return the global model."""
         exchange = delivery.exchange
         if answers.integers is not None and len(answers.integers):
             self.integers = pipeline.merge_integers(answers.integers, self.integers)
@@ -324,11 +342,11 @@ class Federation:
         pipeline.finish(exchange)
         self._accounts.count()
         self.course.next(exchange.round.number)
-        present = self.course.at(exchange.round.number + 1)
-        return checked_model(present, self.algorithm, self.task.initial)
+        upcoming = self.course.at(exchange.round.number + 1)
+        return checked_model(upcoming, self.algorithm, self.task.initial)
 
     def _evaluate(self, round: Round, record: Record, model: Tensor) -> Record | None:
-        """Evaluate the models and add the figures to the record. Return the figures by client."""
+        """Evaluate the models and add their figures to `record`. Return the figures by client."""
         upcoming = self.course.at(round.number + 1)
         figures, clients = self.evaluation.measure(
             upcoming, round, model, self.integers, upcoming.spent
@@ -337,35 +355,38 @@ class Federation:
         record |= figures
         for name, value in record.items():
             record[name] = finite(value)
-        self._pool_watch.see(record)
+        self._pool_watch.update(record)
         return clients
 
     def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
-        """Write the lines of a round that has succeeded."""
+        """Write the lines of a successful round."""
         self.finished, self._now = record["round"], record.get("simulated_seconds", 0.0)
         for observer in self.observers:
             observer.commit(record["round"])
-        self.evaluation.patience.see(record["round"], record)
-        if notices := [text for text in self.notices if text not in self._noted]:
+        self.evaluation.patience.update(record["round"], record)
+        if notices := [text for text in self.notices if text not in self._reported]:
             timing["notices"] = notices
-            self._noted.update(notices)
+            self._reported.update(notices)
         for log, line in zip(self._logs, (record, timing, clients), strict=True):
             if line is not None:
                 log.append(line)
 
     def personal_tasks(self) -> Iterator[tuple[int, Round, Job]]:
-        """Yield what each evaluated client is sent to personalise, with its number and the next
-        round.
+        """Yield the personalisation job of each evaluated client.
+
+        Yields:
+            The user's number of the client, the next round, and the job.
         """
         evaluation, pipeline = self.evaluation, self.pipeline
         upcoming = self.task.training.round_at(self._first, self.finished + 1)
         clients = (*evaluation.clients, *evaluation.newcomers)
         for jobs in evaluation.deployed(pipeline, upcoming, clients, self.integers):
-            yield from ((self.numbers[task.client], upcoming, task) for task in jobs)
+            yield from ((self.numbers[job.client], upcoming, job) for job in jobs)
 
     def save(self) -> None:
-        """Write a checkpoint, after the figures and client memory that it refers to; then remove
-        what only older ones needed.
+        """Write a checkpoint, then remove the files that only older checkpoints needed.
+
+        Logs and client memory are written first, because the checkpoint refers to them.
         """
         if self.checkpoints is not None:
             logs = self._checked_logs()
@@ -387,7 +408,7 @@ class Federation:
         self._saved = self.finished
 
     def _checked_logs(self) -> list[RoundLog]:
-        """Return the logs of figures, which must be as a checkpoint knows them; times need not."""
+        """Return the logs that must match a checkpoint. `timings.jsonl` is not one of them."""
         return [self._logs[0], self._logs[2], *(observer.log for observer in self.observers)]
 
     def _adopt(self, checkpoint: Checkpoint) -> None:
@@ -398,14 +419,14 @@ class Federation:
         self.engine.restore_memory(checkpoint.clients)
 
     def _resume(self) -> None:
-        """Continue from the newest checkpoint that can be read."""
+        """Continue from the newest valid checkpoint."""
         if self.checkpoints is None:
             return
         remove_unfinished(self.checkpoints.directory)
         logs = [self._logs[0], *(observer.log for observer in self.observers)]
         lines = [log.read() for log in logs]
-        shown = [record["round"] for record in lines[0]]
-        self._accounts.resume(max([0, *shown, *self.checkpoints.rounds()]))
+        logged = [record["round"] for record in lines[0]]
+        self._accounts.resume(max([0, *logged, *self.checkpoints.rounds()]))
         recorded = [log.complete(read) for log, read in zip(logs, lines, strict=True)]
         checkpoint = self.checkpoints.latest(min(recorded), self._adopt)
         finished = 0 if checkpoint is None else checkpoint.round
@@ -424,9 +445,9 @@ class Federation:
         self.finished = self._saved = finished
         self._now = history[-1].get("simulated_seconds", 0.0) if history else 0.0
         for line in timings:
-            self._noted.update(line.get("notices", ()))
+            self._reported.update(line.get("notices", ()))
         for record in history:
-            self._pool_watch.see(record)
-            self.evaluation.patience.see(record["round"], record)
+            self._pool_watch.update(record)
+            self.evaluation.patience.update(record["round"], record)
         for observer in self.observers:
             observer.log.resume(finished)

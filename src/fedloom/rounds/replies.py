@@ -1,5 +1,6 @@
-"""What comes back in a round, in the order of the slots whoever answers first, and kept no longer
-than the method needs it.
+"""Collects client replies by slot, independent of the order of arrival.
+
+Replies are folded and discarded as soon as the method allows it.
 """
 
 from collections import Counter, defaultdict, deque
@@ -17,13 +18,21 @@ from fedloom.task import Task
 
 
 class RoundReplies:
-    """The answers of a round. Each tensor is copied once, into the matrix of its block of `size`
-    slots, unless the engine has put it there already; `weigh` gives the replies' weights.
+    """The replies of a round.
 
-    With `fold`, a block is folded when the last of its clients has answered, and its memory is free
-    for the next one: only the `aggregate` remains, in which blocks are joined in their order. A
-    block that was folded elsewhere is taken as it is. Without `fold`, one block holds all replies,
-    made by `pools`. `exchange` is the round's record.
+    Each tensor is copied once, into the matrix of its block of slots, unless the engine has already
+    stored it there. With `fold`, a block is folded when its last client has answered, and its
+    memory becomes free. Only the aggregate remains, in which blocks are joined in order of their
+    numbers. Without `fold`, one block contains all replies.
+
+    Args:
+        jobs: Jobs of the round.
+        slots: Number of slots of the round.
+        size: Number of slots in a block.
+        weigh: Returns the weights of replies, `[n]`.
+        fold: Folds the replies of a block, or None.
+        pools: Allocates the matrices. By default they are in memory.
+        exchange: Record of the round.
     """
 
     def __init__(
@@ -37,25 +46,21 @@ class RoundReplies:
         exchange: Exchange | None = None,
     ) -> None:
         self.pools, self.exchange = pools or PoolFiles(), exchange
-        self.slots, self.size, self.weigh, self.fold = (
-            slots,
-            size if fold else max(1, slots),
-            weigh,
-            fold,
-        )
+        self.slots, self.size = slots, size if fold else max(1, slots)
+        self.weigh, self.fold = weigh, fold
         self.faults: list[Fault] = []
         self.bytes = 0
         self._integers: dict[int, Tensor] = {}  # by block
-        self.arrived: list[Answer] = []  # without their tensors
+        self.arrived: list[Answer] = []  # without tensors
         self.aggregate: Aggregate | None = None
         self._matrices: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # by block
         self._arrived: defaultdict[int, list[Answer]] = defaultdict(list)  # by block
-        self._awaited = Counter(task.slot // self.size for task in jobs if task.slot is not None)
-        self._turns = deque(sorted(self._awaited))  # blocks whose aggregates are to be joined
-        self._folded: dict[int, Aggregate | None] = {}  # those whose turn has not come
+        self._awaited = Counter(job.slot // self.size for job in jobs if job.slot is not None)
+        self._to_join = deque(sorted(self._awaited))  # blocks that `aggregate` does not include yet
+        self._folded: dict[int, Aggregate | None] = {}  # blocks that wait for earlier blocks
 
     def collect(self, results: Iterable[Result]) -> None:
-        """Take the answers as they come."""
+        """Store the answers of the engine. Fold each block after its last answer."""
         for result in results:
             if isinstance(result, FoldedBlock):
                 self._folded[result.number] = result.aggregate
@@ -73,7 +78,7 @@ class RoundReplies:
                 if not self._awaited[slot // self.size]:
                     self._fold(slot // self.size)
         for number in [number for number, count in self._awaited.items() if count]:
-            self._fold(number)  # some of its clients were never heard of
+            self._fold(number)  # some of its clients neither answered nor failed
         self.faults.sort(key=_order)
         self.arrived.sort(key=_order)
 
@@ -95,26 +100,26 @@ class RoundReplies:
         self._arrived[number].append(self.arrived[-1])
 
     def _fold(self, number: int) -> None:
-        """Fold a block, unless it came folded, and join what it is the turn of."""
+        """Fold a block unless the engine has folded it, then join the next blocks in order."""
         if self.fold is None:
             return
         replies = self._in_order(number)
-        if number in self._turns and number not in self._folded:
+        if number in self._to_join and number not in self._folded:
             if INTEGERS in replies.matrices:
                 self._integers[number] = replies[INTEGERS]
                 del replies.matrices[INTEGERS]
             self._folded[number] = self.fold(replies) if len(replies) else None
-        while self._turns and self._turns[0] in self._folded:
-            aggregate = self._folded.pop(self._turns.popleft())
-            if aggregate is not None:
-                self.aggregate = (
-                    aggregate if self.aggregate is None else self.aggregate.joined(aggregate)
-                )
+        while self._to_join and self._to_join[0] in self._folded:
+            aggregate = self._folded.pop(self._to_join.popleft())
+            if aggregate is None:
+                continue
+            if self.aggregate is None:
+                self.aggregate = aggregate
+            else:
+                self.aggregate = self.aggregate.joined(aggregate)
 
     def _in_order(self, number: int) -> Replies:
-        """Return the replies of a block, which is given up. The rows of slots without a reply
-        become zero.
-        """
+        """Remove a block and return its replies by slot. Rows without a reply become zero."""
         matrices = self._matrices.pop(number, {})
         arrived = sorted(self._arrived.pop(number, []), key=_order)
         slots = torch.tensor([reply.job.slot for reply in arrived], dtype=torch.int64)
@@ -128,17 +133,13 @@ class RoundReplies:
 
     @property
     def integers(self) -> Tensor | None:
-        """Return the integer buffers `[r, Z]` of the replies that were folded, None where the model
-        has none.
-        """
-        return (
-            torch.cat([rows for _, rows in sorted(self._integers.items())])
-            if self._integers
-            else None
-        )
+        """Integer buffers of the replies, `[r, Z]`. None if the model has none."""
+        if not self._integers:
+            return None
+        return torch.cat([rows for _, rows in sorted(self._integers.items())])
 
-    def together(self) -> Replies:
-        """Return all replies, where they are not folded; they are given up."""
+    def all_replies(self) -> Replies:
+        """Remove and return all replies. Only for replies that are not folded."""
         replies = replace(self._in_order(0), metrics=self.metrics)
         if INTEGERS in replies.matrices:
             self._integers[0] = replies[INTEGERS]
@@ -146,8 +147,9 @@ class RoundReplies:
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Figures of the clients' work by name, NaN where a client has none, once all answers are
-        here.
+        """Figures of the clients' training by name, `[r]`. NaN for clients without the figure.
+
+        Read them only after `collect`.
         """
         names = sorted({name for reply in self.arrived for name in reply.metrics})
         return {
@@ -159,8 +161,14 @@ class RoundReplies:
 
 
 def weights_of(task: Task, replies: Sequence[Answer]) -> Tensor:
-    """Return the weights of replies: those of their clients' tasks, or else the samples of the
-    clients.
+    """Return the weights of replies.
+
+    Args:
+        task: The task, with the number of samples of each client.
+        replies: Replies of the clients. Sample counts in replies replace the counts of the task.
+
+    Returns:
+        The weights in the jobs if any job has one, otherwise the number of samples, `[n]`.
     """
     if any(reply.job.weight is not None for reply in replies):
         return torch.tensor([reply.job.weight for reply in replies], dtype=torch.float64)
@@ -172,5 +180,5 @@ def weights_of(task: Task, replies: Sequence[Answer]) -> Tensor:
 
 
 def _order(answer: Answer | Fault) -> tuple[bool, int, int]:
-    task = answer.job
-    return task.slot is None, task.slot or 0, task.client
+    job = answer.job
+    return job.slot is None, job.slot or 0, job.client

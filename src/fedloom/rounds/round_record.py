@@ -14,10 +14,10 @@ def timing(number: int, times: Mapping[str, float], observed: bool) -> Record:
     """Return the durations of a round that ends now, in seconds.
 
     Args:
-        number: The round.
-        times: Times by `time.perf_counter` at which the round `began`, and clients had `trained`,
-            observers had `observed` and the server had `received` the replies.
-        observed: True if there are observers.
+        number: Number of the round.
+        times: Values of `time.perf_counter` by event: the round `began`, the clients have
+            `trained`, the observers have `observed`, the server has `received` the replies.
+        observed: True if the round has observers.
 
     Returns:
         The line of `timings.jsonl`.
@@ -44,41 +44,39 @@ def round_record(
     numbers: Sequence[int],
     under_way: frozenset[int],
 ) -> Record:
-    """Return who took part in a round, what was sent, which clients did not reply, and the means of
-    the clients' figures.
+    """Return the participants, bytes, faults and mean client figures of a round.
 
     Args:
-        delivery: The jobs of the round.
-        answers: The replies.
-        polled: The poll before the selection.
-        reported: Figures of the parts.
-        numbers: The clients' numbers for the user.
-        under_way: Clients that have trained since an earlier round, over real sites.
+        delivery: Jobs of the round.
+        answers: Replies of the clients.
+        polled: Poll before the selection.
+        reported: Figures of the parts by name.
+        numbers: The user's number of each client.
+        under_way: Clients of real sites that have trained since an earlier round.
 
     Returns:
         The beginning of the line of `metrics.jsonl`.
     """
     selection = delivery.exchange.selection
-    asked = polled.bytes_down(delivery.exchange.wire, len(selection.clients))
+    poll_bytes = polled.bytes_down(delivery.exchange.wire, len(selection.clients))
     record: Record = {
         "round": delivery.exchange.round.number,
         "clients": [numbers[client] for client in selection.clients if client not in under_way],
-        "bytes_down": delivery.bytes_down(len(under_way)) + asked,
+        "bytes_down": delivery.bytes_down(len(under_way)) + poll_bytes,
         "bytes_up": answers.bytes + polled.bytes_up,
         "faults": [
             {"client": numbers[fault.job.client], "reason": fault.reason}
             for fault in delivery.faults
         ],
     }
-    figures = {"simulated_seconds": delivery.seconds, **reported}
-    if delivery.seconds is None:
-        del figures["simulated_seconds"]
-    record |= figures
+    if delivery.seconds is not None:
+        record["simulated_seconds"] = delivery.seconds
+    record |= reported
     for name, values in answers.metrics.items():
         record.setdefault(name, float(values[~values.isnan()].mean()))
     return record
 
 
 def finite(value: Any) -> Any:
-    """Return a figure, or None if it is infinite or undefined, which JSON cannot express."""
+    """Return a figure, or None if it is infinite or NaN: JSON has neither."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""How long a federation runs, with whom, and how often it looks at itself."""
+"""The schedule of a federation: rounds, participation, evaluation and checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from fedloom.errors import InvalidValue
 from fedloom.rounds.clock import Clock
 
 NEUTRAL = ("checkpoint_every", "pool_budget")
-"""Fields of a schedule on which no figure depends."""
+"""Fields of a schedule that change no figure."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Stop:
     """The end of a run before its last round: when a figure no longer improves.
 
     Args:
-        evaluations: The run ends when so many evaluations in a row bring no improvement; None:
-            never.
+        evaluations: Number of consecutive evaluations without improvement that ends the run.
+            None never ends it early.
         by: An evaluation is an improvement if it beats the last improvement by more than this.
-        metric: A figure of the records, such as `loss` or `personal_accuracy`; "": the metric of
+        metric: A figure of the records, such as `loss` or `personal_accuracy`. "" is the metric of
             the task.
-        goal: `rise` or `fall` says what an improvement is, for a figure that is neither a loss nor
-            the task's metric.
+        goal: `rise` or `fall`: the direction of an improvement. Required if the figure is neither
+            a loss nor the task's metric.
     """
 
     evaluations: Count | None = None
@@ -43,9 +43,10 @@ class Stop:
     def __post_init__(self) -> None:
         require_fields(self)
 
-    def waits_longer(self, other: "Stop") -> bool:
-        """Return True if a run that `other` has not ended, or has just ended, can go on with this
-        one.
+    def extends(self, other: "Stop") -> bool:
+        """Return True if a run can continue with this rule in place of `other`.
+
+        The run may have just ended by `other`, but not in an earlier round by this rule.
         """
         same = (self.by, self.metric, self.goal) == (other.by, other.metric, other.goal)
         return self.evaluations is None or (
@@ -54,11 +55,16 @@ class Stop:
 
 
 class Patience:
-    """The evaluations of a run since the last improvement of one figure, in rounds that are
-    multiples of `every`.
+    """Counts the evaluations of one figure since its last improvement.
 
-    Others do not count, such as that after the last round: a run that is lengthened ends where it
-    would have ended at once.
+    Only evaluations in rounds that are multiples of `every` count. The evaluation after the last
+    round does not count, so that an extended run ends in the same round as an uninterrupted one.
+
+    Args:
+        stop: The rule that ends the run.
+        figure: Name of the figure.
+        rises: True if larger values are better.
+        every: Rounds between evaluations.
     """
 
     def __init__(self, stop: Stop, figure: str, rises: bool, every: int) -> None:
@@ -74,19 +80,22 @@ class Patience:
             and self._since(number, figures)[1] >= self.stop.evaluations
         )
 
-    def see(self, number: int, figures: Mapping[str, Any]) -> None:
-        """Take in the figures of a round that has succeeded."""
+    def update(self, number: int, figures: Mapping[str, Any]) -> None:
+        """Count the figures of round `number`, after it has succeeded."""
         self.round = self.round or (number if self.ends(number, figures) else 0)
         self._best, self._waited = self._since(number, figures)
 
     @property
     def notices(self) -> list[str]:
-        """The reason for the end; none while the run goes on."""
-        text = f"{self.figure} has not {'risen' if self.rises else 'fallen'} by more than {self.stop.by:g}"
-        end = (
-            f"the run ends after round {self.round}: {text} in {self.stop.evaluations} evaluations"
+        """The reason for the end of the run, or none while it continues."""
+        if not self.round:
+            return []
+        direction = "risen" if self.rises else "fallen"
+        reason = (
+            f"{self.figure} has not {direction} by more than {self.stop.by:g} "
+            f"in {self.stop.evaluations} evaluations"
         )
-        return [end] if self.round else []
+        return [f"the run ends after round {self.round}: {reason}"]
 
     def _since(self, number: int, figures: Mapping[str, Any]) -> tuple[float | None, int]:
         value = figures.get(self.figure)
@@ -102,32 +111,36 @@ class Patience:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The course of a federation: how long it runs, who takes part, and how often it is evaluated
-    and saved.
+    """Rounds, participation, evaluation and checkpoints of a federation.
 
-    `participation` is the share of clients in a round, K = max(1, floor(participation * clients)).
-    With the `participation_mode` `fixed` K are drawn without replacement; with `poisson` each takes
-    part by itself with probability K / clients, so that the number varies, as the accounting of
-    `private` assumes. `dropout` is the chance that a selected client does not answer (for studying
-    it; drawn from its own stream). `new_clients` is the share of clients, floor(new_clients *
-    clients) of them drawn at random, that never train and only use what the others made.
+    Evaluations take place at the intervals `evaluate_every` and `personal_every`, and after the
+    last round. None chooses the smallest interval for which all evaluations cost less than a tenth
+    of training, counted in samples (see `evaluation.cadence`).
 
-    Evaluations take place every so many rounds and after the last one. `evaluate_every`: the global
-    model, on the global test set and on the clients' own test data where the task has such
-    (`local_test`). `personal_every`: the models that the clients would use, on their own test data;
-    0 leaves that data alone. None chooses the smallest numbers that keep all evaluation below a
-    tenth of the work of training, by counting samples (see `evaluation.cadence`).
-    `personal_clients`: at most so many clients, the same ones each time, are evaluated on their own
-    data.
-
-    `pool_budget`: bytes, such as 4000000000 or "4GiB", beyond which the models of a pool (FedMR),
-    or all replies where a method needs them together, lie in files of the run, of which the system
-    keeps in memory what it has room for. None: in memory.
-
-    `clock`: how long clients take, and how long the server waits for them. By default no time is
-    simulated.
-
-    `stop`: when the run ends before its last round. By default it does not.
+    Args:
+        rounds: Number of rounds.
+        participation: Share of clients in a round, K = max(1, floor(participation * clients)).
+        seed: Seed of all random streams.
+        evaluate_every: Rounds between evaluations of the global model. They use the global test
+            set and, if the task has `local_test`, the clients' own test data.
+        checkpoint_every: Rounds between checkpoints.
+        dropout: Probability that a selected client does not answer. It simulates failures and has
+            its own random stream.
+        personal_every: Rounds between evaluations of the clients' own models on the clients' own
+            test data. 0 never evaluates them.
+        personal_clients: Largest number of clients that are evaluated on their own data. Each
+            evaluation uses the same clients.
+        new_clients: Share of clients that never train, floor(new_clients * clients), drawn at
+            random. They only use the results of the other clients.
+        participation_mode: `fixed` draws K clients without replacement. `poisson` lets each client
+            take part independently with probability K / clients, so the number varies. The
+            accounting of `private` assumes this.
+        pool_budget: Bytes, such as 4000000000 or "4GiB". The models of a pool (FedMR), or all
+            replies if a method needs them at once, are in memory-mapped files of the run if they
+            need more. None stores them in memory.
+        clock: Simulated time of the clients' work, and the time that the server waits. By default
+            no time is simulated.
+        stop: Rule that ends the run before its last round. By default there is none.
     """
 
     rounds: Count = 100
@@ -148,14 +161,15 @@ class Schedule:
         require_fields(self)
         if self.clock.over_selection and self.participation_mode == "poisson":
             raise InvalidValue(
-                "clock.over_selection: a poisson round has no number of replies to wait for"
+                "clock.over_selection needs participation_mode = 'fixed', got 'poisson': "
+                "poisson rounds have no fixed number of replies"
             )
 
     def newcomers(self, clients: int) -> int:
-        """Return how many of the clients never train."""
-        # 0.3 * 10 gives 3, which is 2.9999999999999996 in binary
+        """Return the number of clients that never train."""
+        # 0.3 * 10 is 2.9999999999999996 in binary, but must give 3.
         return int(self.new_clients * clients + 1e-9)
 
     def participants(self, trainers: int) -> int:
-        """Return how many of the clients that train do so in one round."""
+        """Return the number of clients in one round, of those that train."""
         return max(1, int(self.participation * trainers + 1e-9))

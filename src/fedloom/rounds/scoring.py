@@ -1,4 +1,4 @@
-"""How good a model is on given samples, in all or client by client."""
+"""Scores of models on test samples, over all samples or by client."""
 
 import math
 from collections.abc import Sequence
@@ -19,13 +19,17 @@ from fedloom.objectives.metrics import counted, figures
 from fedloom.randomness import global_stream
 
 WORST = 0.1
-"""Share of the clients, those that the metric finds worst, whose mean is recorded too."""
+"""Share of the clients in the mean over the worst clients."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums `[n, ...]` by name of what the objective counts on the test `samples [n]` of n `clients
-    [n]`.
+    """The objective's sums over the test samples of n clients.
+
+    Attributes:
+        clients: Numbers of the clients, `[n]`.
+        samples: Number of test samples of each client, `[n]`.
+        totals: Sums by name, `[n, ...]`.
     """
 
     clients: Tensor
@@ -34,10 +38,10 @@ class Tally:
 
     @classmethod
     def joined(cls, tallies: "Sequence[Tally]") -> "Tally":
-        """Return all tallies as one, ordered by the clients' numbers."""
+        """Return one tally of all clients, in the order of their numbers."""
         if not tallies:
-            nothing = torch.empty(0, dtype=torch.int64)
-            return cls(nothing, nothing, {})
+            empty = torch.empty(0, dtype=torch.int64)
+            return cls(empty, empty, {})
         clients = torch.cat([tally.clients for tally in tallies])
         order = clients.argsort()
         totals = {
@@ -47,22 +51,23 @@ class Tally:
         return cls(clients[order], torch.cat([tally.samples for tally in tallies])[order], totals)
 
     def each(self, objective: Objective) -> dict[str, Tensor]:
-        """The objective's figures of every client, `[n]` float64 by name."""
+        """Return the figures of each client by name, `[n]` float64."""
         return figures(objective, {**self.totals, "samples": self.samples.double()})
 
     def overall(self, objective: Objective) -> dict[str, float]:
-        """The objective's figures over all samples of all clients."""
+        """Return the figures over all samples of all clients."""
         counts = {**self.totals, "samples": self.samples.double()}
         totals = objective.add_up(counts, lambda values: values.sum(0, keepdim=True))
         return {name: float(value) for name, value in figures(objective, totals).items()}
 
     def figures(self, name: str, objective: Objective) -> dict[str, float]:
-        """The summary of these clients under `name`.
+        """Return the summary of these clients. The names of its figures begin with `name`.
 
-        `_accuracy` (or whatever the metric is) and the other figures: over all their samples, so
-        means weighted by samples. `_accuracy_std`: the population standard deviation of the
-        clients' accuracies, and `_accuracy_worst` the mean over the tenth of the clients (at least
-        one) with the worst accuracy, both with every client counted alike.
+        `_accuracy` (or the task's other metric) and the other figures are over all samples, so they
+        are means weighted by samples. `_accuracy_std` is the population standard deviation of the
+        clients' accuracies. `_accuracy_worst` is the mean over the tenth of the clients (at least
+        one) with the worst accuracy. Both give all clients the same weight.
+
         Source: FedALA, section 5.1, and its authors' code for the weighted mean and the deviation.
         """
         metric = objective.metric
@@ -71,14 +76,19 @@ class Tally:
             : math.ceil(WORST * len(self.clients))
         ]
         overall = self.overall(objective)
-        leading = {metric.name: overall.pop(metric.name), f"{metric.name}_std": float(values.std(correction=0)),
-                   f"{metric.name}_worst": float(worst.mean())}  # fmt: skip
-        return {f"{name}_{figure}": value for figure, value in (leading | overall).items()}
+        summary = {
+            metric.name: overall.pop(metric.name),
+            f"{metric.name}_std": float(values.std(correction=0)),
+            f"{metric.name}_worst": float(worst.mean()),
+            **overall,
+        }
+        return {f"{name}_{figure}": value for figure, value in summary.items()}
 
 
 class Evaluator:
-    """Scores rows on samples through one module in evaluation mode; statistics and random streams
-    stay untouched.
+    """Scores models on samples, through one module in evaluation mode.
+
+    It changes neither the module's statistics nor the random streams.
     """
 
     batch_size = 500
@@ -89,14 +99,18 @@ class Evaluator:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The module, copied when it is first needed, since most engines score no model."""
+        """A copy of the module, made at the first access: most engines score no model."""
         return self.layout.copy(self._original).eval().requires_grad_(False)
 
     def score(
         self, row: Tensor, samples: Samples, integers: Tensor | None = None
     ) -> dict[str, float]:
-        """Return the objective's figures and the metrics of the model `row [P]` on all samples
-        together.
+        """Return the figures and metrics of one model over all samples.
+
+        Args:
+            row: Parameters of the model, `[P]`.
+            samples: Test samples.
+            integers: Integer buffers of the model, `[Z]`.
         """
         objective, sizes = self.dataset.objective, torch.tensor([len(samples)])
         totals = objective.add_up(
@@ -113,8 +127,16 @@ class Evaluator:
         clients: Sequence[int],
         integers: Tensor | None = None,
     ) -> Tally:
-        """Score a model `row [P]` on the clients' samples by `partition`, in shared batches, so
-        that small sets cost little.
+        """Score one model on the samples of each client.
+
+        Batches contain samples of several clients, so small test sets cost little.
+
+        Args:
+            row: Parameters of the model, `[P]`.
+            samples: Test samples of all clients.
+            partition: Samples of each client.
+            clients: Clients to score on.
+            integers: Integer buffers of the model, `[Z]`.
         """
         index = torch.from_numpy(np.concatenate([partition[client] for client in clients]))
         sizes = torch.tensor([len(partition[client]) for client in clients])
@@ -124,7 +146,7 @@ class Evaluator:
                 name: values.cpu()
                 for name, values in self._count(row, samples, integers, index, owner).items()
             },
-            lambda values: _by_owner(values.numpy(), owner.numpy(), len(clients)),
+            lambda values: _sum_by_client(values.numpy(), owner.numpy(), len(clients)),
             owner,
         )
         return Tally(torch.tensor([*clients]), sizes, totals)
@@ -137,15 +159,17 @@ class Evaluator:
         index: Tensor | None = None,
         owner: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the objective's statistics of each sample (of `index`, or of all), `[n, ...]`
-        float64 by name. The data set's metrics are of the samples of each `owner [n]`, or of all.
+        """Return statistics of each sample by name, `[n, ...]` float64.
+
+        With `index [n]`, only these samples count. The data set's metrics are computed over the
+        samples of each client in `owner [n]`, or over all samples without `owner`.
         """
-        # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits
+        # Copy into the module's own tensors, not views: the memory layout changes the last digits
         # of products.
         self.layout.load(self.module, row, integers)
         dataset, blocks, pairs = self.dataset, [], []
         count = len(samples) if index is None else len(index)
-        # Layers that draw in evaluation mode, too, draw from a stream.
+        # Some layers also draw random numbers in evaluation mode: use a fixed stream.
         with torch.no_grad(), global_stream(0, "evaluation", device=row.device):
             for start in range(0, count, self.batch_size):
                 span: slice | Tensor = slice(start, start + self.batch_size)
@@ -162,16 +186,17 @@ class Evaluator:
         if pairs:
             predicted, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
             predicted, targets = map(dataset.objective.in_units, (predicted, targets))
-            further = counted(dataset.metrics, predicted, targets, owner)
-            counts |= {name: values.to(targets.device) for name, values in further.items()}
+            metrics = counted(dataset.metrics, predicted, targets, owner)
+            counts |= {name: values.to(targets.device) for name, values in metrics.items()}
         return counts
 
 
-def _by_owner(
+def _sum_by_client(
     values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], clients: int
 ) -> Tensor:
-    """The sums `[clients, ...]` of `values [n, ...]`, in one fixed order: adding up on a GPU would
-    not be the same twice.
+    """Sum `values [n, ...]` by client to `[clients, ...]`, in a fixed order on the CPU.
+
+    Sums on a GPU are not reproducible.
     """
     columns = values.reshape(len(values), -1).T
     sums = [np.bincount(owner, weights=column, minlength=clients) for column in columns]

@@ -1,5 +1,6 @@
-"""SIGTERM, which schedulers of clusters send some seconds before they kill, interrupts as Ctrl-C
-does.
+"""Interrupts by SIGTERM, with the same effect as Ctrl-C.
+
+Cluster schedulers send SIGTERM some seconds before they kill a process.
 """
 
 import signal
@@ -9,18 +10,18 @@ from contextlib import contextmanager
 
 
 class Terminated(KeyboardInterrupt):
-    """This process was sent SIGTERM."""
+    """This process received SIGTERM."""
 
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises `Terminated` within the block, once: another one does not disturb what is
-    saved then.
+    """Raise `Terminated` on the first SIGTERM within the block.
 
-    Nothing changes where SIGTERM has a handler already, nor in other threads than the main one,
-    which alone takes signals.
+    Further SIGTERMs are ignored, so that they do not interrupt the final checkpoint. Nothing
+    changes if SIGTERM already has a handler, or outside the main thread: Python handles signals
+    only in the main thread.
     """
-    if not _takes_signals() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if not _in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
@@ -37,23 +38,22 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the block has ended."""
-    if not _takes_signals():
+    """Delay Ctrl-C and SIGTERM until the block has ended."""
+    if not _in_main_thread():
         yield
         return
-    waiting: list[int] = []
+    delayed: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in handlers:
-        signal.signal(number, lambda number, frame: waiting.append(number))
+        signal.signal(number, lambda number, frame: delayed.append(number))
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        for arrived in waiting:
-            signal.raise_signal(arrived)
+        for received in delayed:
+            signal.raise_signal(received)
 
 
-def _takes_signals() -> bool:
-    """Only the main thread does."""
+def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()

@@ -184,7 +184,7 @@ class RunDirectory:
         former, stop = (
             Stop(**table.get("stop", {})) for table in (self.configuration, configuration)
         )
-        longer = stop.waits_longer(former)
+        longer = stop.extends(former)
         stored, wanted = dotted(self.configuration), dotted(self.with_engine(configuration))
         for key in sorted(stored.keys() | wanted.keys()):
             is_end = key == "rounds" or (longer and key.startswith("stop."))
