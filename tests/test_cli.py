@@ -224,7 +224,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (("run", "job.toml", "--frsh"), "No such option"),
         (("rnu", "job.toml"), "No such command 'rnu'"),
         (("list", "algorithms", "fedmrr"), "did you mean 'fedmr'?"),
-        (("list", "fedmrr"), "did you mean 'fedmr'? (fedloom list shows what there is)"),
+        (("list", "fedmrr"), "did you mean 'fedmr'? (fedloom list shows all kinds)"),
         (("list", "methods", "fedmr"), "unknown kind 'methods'"),
         (("models", "a", "b"), "unexpected extra argument"),
     ],
@@ -616,7 +616,7 @@ def test_earlier_names_of_lists_work_with_a_notice(fed: Say, kind: str) -> None:
     code, out, err = fed(kind)
     assert (code, out) == fed("list", kind)[:2]
     assert err == (
-        f"fedloom: fedloom {kind} is now fedloom list {kind}; the next version drops the old name\n"
+        f"fedloom: fedloom {kind} is now fedloom list {kind}; the next version removes the old name\n"
     )
 
 

@@ -50,7 +50,8 @@ commands: dict[str, dict[str, Command]] = {
         "export": predicting.export,
     },
 }
-"""The commands by task, in the order in which --help lists them; `paper` and `flower` follow."""
+"""The commands by task, in the order of --help; `paper` and `flower` follow."""
+
 
 paper_commands: dict[str, Command] = {
     "reproduce": reproducing.reproduce,
@@ -60,7 +61,7 @@ paper_commands: dict[str, Command] = {
 }
 
 OLD_LISTS = ("algorithms", "models", "datasets", "partitions", "objectives")
-"""Commands of an earlier version, each of which is now `fedloom list KIND`."""
+"""Commands of an earlier version, now `fedloom list KIND`."""
 
 RESUMED = ("run", "compare", "tune", "paper", "reproduce", "replay")
 """Commands that continue after an interruption."""
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words and words[0] in paper_commands:
             old, new = f"fedloom {words[0]}", f"fedloom paper {words[0]}"
-            _print_error(f"{old} is now {new}; the next version drops the old name")
+            _print_error(f"{old} is now {new}; the next version removes the old name")
         with sigterm_interrupts():
             code = app(words, prog_name="fedloom", standalone_mode=False, obj=words)
         if code == 130:  # a KeyboardInterrupt

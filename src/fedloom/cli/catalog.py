@@ -1,7 +1,7 @@
-"""Names and descriptions of methods, models, data sets and the like, from their docstrings.
+"""Names and descriptions of methods, models, data sets and others, from their docstrings.
 
-They are kept in the user's cache folder, so that most commands need not import PyTorch. The cache
-is made again when a file of the package has changed.
+They are stored in the user's cache folder, so that most commands need not import PyTorch. The cache
+is made again after a change in a file of the package.
 """
 
 from __future__ import annotations
@@ -21,13 +21,22 @@ if TYPE_CHECKING:
     from fedloom.config.registry import Entry
 
 Entries = dict[str, dict[str, Any]]
-"""By name: the `group`, `parameters` with defaults, the docstring's `text`, and the descriptions of
-the parameters, `arguments`.
+"""Entries by name.
+
+Each has its `group`, its `parameters` with defaults, the `text` of its docstring, and the
+descriptions of its parameters, `arguments`.
 """
 
 
 class Kind(NamedTuple):
-    """A kind of names: its singular, its registry, and what the list says about it."""
+    """A kind of names.
+
+    Attributes:
+        singular: Its name in the singular.
+        module: Module of its registry.
+        registry: Name of its registry.
+        purpose: Its description in the list of kinds.
+    """
 
     singular: str
     module: str
@@ -41,7 +50,7 @@ KINDS = {
     "models": Kind("model", "fedloom.models", "models", "Models."),
     "datasets": Kind("data set", "fedloom.data.dataset", "datasets", "Data sets."),
     "partitions": Kind(
-        "partition", "fedloom.data.partition", "partitions", "Ways to share data out to clients."
+        "partition", "fedloom.data.partition", "partitions", "Ways to divide data among clients."
     ),
     "objectives": Kind("objective", "fedloom.objectives", "objectives", "What models can learn."),
     "engines": Kind("engine", "fedloom.engines.choose", "engines", "Where clients train."),
@@ -60,7 +69,7 @@ def entries(kind: str) -> Entries:
         cached: Entries = json.loads(path.read_text(encoding="utf-8"))[kind]
         return cached
     made = {name: registered(name) for name in KINDS}
-    with suppress(OSError):  # a folder that cannot be written costs a second each time
+    with suppress(OSError):  # without a cache, each command takes a second longer
         path.parent.mkdir(parents=True, exist_ok=True)
         for older in path.parent.glob("catalog-*.json"):
             older.unlink(missing_ok=True)
@@ -71,14 +80,14 @@ def entries(kind: str) -> Entries:
 
 
 def cached_names(kind: str) -> list[str]:
-    """Return the names of a kind if the cache has them, for the completion of a command line."""
+    """Return the names of a kind for the completion of a command line; empty without a cache."""
     with suppress(OSError, ValueError, KeyError):
         return list(json.loads(cache_path().read_text(encoding="utf-8"))[kind])
     return []
 
 
 def cache_path() -> Path:
-    """Return the file of the cache, which depends on all files of the package."""
+    """Return the path of the cache. It depends on all files of the package."""
     package = Path(__file__).parents[1]
     stamps = hashlib.blake2b(str(package).encode(), digest_size=12)
     for path in sorted(package.rglob("*.py")):
@@ -94,7 +103,7 @@ def registered(kind: str) -> Entries:
     groups = _groups(kind)
     registry = getattr(importlib.import_module(about.module), about.registry)
     listed = [entry for entry in registry if not groups or entry.name in groups]
-    current = {entry.make: entry for entry in listed}  # without earlier names of the same
+    current = {entry.make: entry for entry in listed}  # without earlier names of an entry
     listed = [entry for entry in listed if current[entry.make] is entry]
     titles = list(dict.fromkeys(groups.values()))
     listed.sort(key=lambda entry: titles.index(groups[entry.name]) if groups else 0)
@@ -110,8 +119,9 @@ def registered(kind: str) -> Entries:
 
 
 def _groups(kind: str) -> dict[str, str]:
-    """Return the titles of the groups by name, in the order of the titles; none if there are no
-    groups.
+    """Return the title of the group of each name, in the order of the titles.
+
+    Empty for kinds without groups.
     """
     from fedloom.method import algorithms
     from fedloom.parts.families import FAMILIES, family_of
@@ -132,7 +142,7 @@ def _groups(kind: str) -> dict[str, str]:
 
 
 def signature(entry: Entry[Any]) -> list[str]:
-    """Return each parameter with its default, as a configuration writes it."""
+    """Return each parameter with its default, in the form of a configuration."""
     if getattr(entry.make, "variadic", False):
         return ["method:last round, ..., method"]
     return [_parameter(name, parameter) for name, parameter in entry.parameters.items()]

@@ -1,6 +1,4 @@
-"""`fedloom list`, which names and describes methods, models, data sets and the like, and `fedloom
-schema`.
-"""
+"""`fedloom list` for methods, models, data sets and others, and `fedloom schema`."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def list_names(kind: Listed = None, name: Described = None, other: With = None) 
     """List methods, models, data sets and more, or describe one: fedloom list [KIND] [NAME].
 
     KIND is algorithms, parts, models, datasets, partitions, objectives, engines or recorders. NAME
-    without KIND is searched in all kinds; capital letters and hyphens do not matter. With another
+    without KIND is searched in all kinds, ignoring case and hyphens. With another
     method or part, as in fedloom list fedavg --with "sparse(share=0.1)", it prints the accepted
     expressions of the two, the moments of a round in which their parts act, and the reason why an
     expression is refused.
@@ -74,7 +72,8 @@ def renamed(kind: str) -> Callable[..., None]:
 
     def command(name: Name = None, other: With = None) -> None:
         print(
-            f"fedloom: fedloom {kind} is now fedloom list {kind}; the next version drops the old name",
+            f"fedloom: fedloom {kind} is now fedloom list {kind}; "
+            "the next version removes the old name",
             file=sys.stderr,
         )
         list_names(kind, name, other)
@@ -106,7 +105,7 @@ def schema(file: Schemed = None) -> None:
 
 
 def _plain(name: str) -> str:
-    """Return a name without what does not matter in a search: `LG-FedAvg` is `lgfedavg`."""
+    """Return a name without case and punctuation, for a search: `LG-FedAvg` is `lgfedavg`."""
     return "".join(filter(str.isalnum, name.lower()))
 
 
@@ -133,7 +132,7 @@ def _describe(name: str, kinds: list[str]) -> None:
     if len(kinds) == 1:
         raise UnknownName(KINDS[kinds[0]].singular, name, names)
     near = suggestion(name, [*names, *KINDS])
-    raise InvalidValue(f"unknown name {quoted(name)}{near} (fedloom list shows what there is)")
+    raise InvalidValue(f"unknown name {quoted(name)}{near} (fedloom list shows all kinds)")
 
 
 def _print_entry(name: str, entry: dict[str, object]) -> None:

@@ -56,7 +56,8 @@ def predict(
     probabilities: Probabilities = False,
     tokens: Tokens = 100,
 ) -> None:
-    """Predict new samples by the model of a finished run.
+    """Predict new samples with the model of a finished run.
+
 
     RUN is the folder of the run. FILE is a .csv or .parquet file with the columns of the training
     data in any order; a picture or a folder of pictures; a .txt file with one text per line; or an

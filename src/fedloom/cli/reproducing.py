@@ -41,7 +41,9 @@ def reproduce(
     changes: Changes = None,
     rows: Rows = None,
     columns: Columns = None,
-    rounds: Annotated[int | None, option(help="Most rounds, for partial results.")] = None,
+    rounds: Annotated[
+        int | None, option(help="Largest number of rounds; the results may be partial.")
+    ] = None,
     seeds: Annotated[
         str | None, option(metavar="0,1,2", help="Seeds instead of the paper's runs.")
     ] = None,

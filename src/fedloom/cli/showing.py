@@ -25,14 +25,17 @@ Recorder = Annotated[
         metavar="LANDSCAPE", help="The loss around final models: landscape, or landscape(grid=31)."
     ),
 ]
-Smallest = Annotated[int | None, option(help="Fewest rows of a client in a number, 5 by default.")]
+Smallest = Annotated[
+    int | None, option(help="Smallest number of a client's rows in a value, 5 by default.")
+]
 Bins = Annotated[int | None, option(help="Bins of a histogram, 32 by default.")]
 Bounds = Annotated[
     list[str] | None,
     typer.Option(metavar="COLUMN=LOW,HIGH", help="Bounds of a column, such as age=0,120."),
 ]
 Epsilon = Annotated[
-    float | None, typer.Option(help="Add noise: privacy that all numbers cost a row.")
+    float | None,
+    typer.Option(help="Privacy loss of a row by all numbers together; adds noise to them."),
 ]
 Delta = Annotated[
     float | None, option(help="Probability of a larger loss of privacy, 1e-5 by default.")
@@ -113,9 +116,9 @@ def statistics(
 ) -> None:
     """Show statistics of the clients' data, before training.
 
-    FILE.toml is the configuration, KEY=VALUE changes one of its keys; or it is the folder of a
-    Flower app, to request statistics from its sites. Rows, means, deviations, categories and
-    quantiles are computed where the data are, and only sums leave them. Values of fewer than
+    FILE.toml is the configuration, and KEY=VALUE changes one of its keys. It may also be the folder
+    of a Flower app: then the statistics are of its sites. Rows, means, deviations, categories and
+    quantiles are computed where the data are, and only sums are sent. Values of fewer than
     --smallest rows of a client are left out.
     """
     from rich.console import Console
