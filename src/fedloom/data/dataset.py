@@ -94,20 +94,14 @@ class Samples:
 
     def to(self, device: torch.device) -> "Samples":
         """Return the samples on `device`."""
-        return self._mapped(lambda tensor: tensor.to(device))
+        return self._each(lambda values: values.to(device))
 
     def __getitem__(self, index: Tensor | slice) -> "Samples":
-        return self._mapped(lambda tensor: tensor[index])
+        return self._each(lambda values: values[index])
 
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Samples":
-        """Return samples with `function` applied to each tensor; they need no second check."""
-        mapped = object.__new__(Samples)
-        vars(mapped).update(vars(self))
-        for name in ("inputs", "labels", "groups"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                vars(mapped)[name] = function(tensor)
-        return mapped
+    def _each(self, change: Callable[[Any], Any]) -> "Samples":
+        groups = None if self.groups is None else change(self.groups)
+        return replace(self, inputs=change(self.inputs), labels=change(self.labels), groups=groups)
 
     def concatenate(self, samples: "Samples") -> "Samples":
         """Return these samples followed by `samples`; groups stay only if both have them."""

@@ -68,11 +68,9 @@ class InputShift:
             rows = torch.from_numpy(np.sort(partition[client]))
             originals = inputs[rows].float().div(255) if pixels else inputs[rows]
             shifted = self.changed(originals, client, len(partition), seed)
-            inputs[rows] = (
-                shifted.mul(255).round().clamp(0, 255).to(torch.uint8)
-                if pixels
-                else shifted.to(inputs.dtype)
-            )
+            if pixels:
+                shifted = shifted.mul(255).round().clamp(0, 255)
+            inputs[rows] = shifted.to(inputs.dtype)
         return replace(samples, inputs=inputs)
 
 

@@ -39,7 +39,6 @@ _SUFFIXES = frozenset(
     ]
 )
 _NO_CLASSES = "__MACOSX"  # of archives that macOS packs
-_ORIENTATION = 0x0112  # EXIF's tag of the camera's rotation
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _BYTES_A_PIXEL = 4  # while it is decoded, whatever its mode
 # of the memory of a data set that one picture may take: 67 million pixels by default
@@ -114,19 +113,13 @@ def _decode(
             raise DataError(f"{name}: not a picture in a known format") from error
         with opened as picture:
             require_room(picture.width * picture.height * _BYTES_A_PIXEL, name, _SHARE)
-            image = _upright(_eight_bits(picture, name)).convert(_MODES[channels])
+            image = _eight_bits(picture, name)
+            ImageOps.exif_transpose(image, in_place=True)
+            image = image.convert(_MODES[channels])
             if size is not None:
                 image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
             pixels = np.asarray(image)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
-
-
-def _upright(picture: Image.Image) -> Image.Image:
-    """Return the picture upright, by its EXIF orientation."""
-    if picture.getexif().get(_ORIENTATION, 1) == 1:
-        return picture
-    shown: Image.Image = ImageOps.exif_transpose(picture)
-    return shown
 
 
 def _eight_bits(picture: Image.Image, name: str) -> Image.Image:

@@ -109,18 +109,16 @@ def _table(name: str, test_fraction: float, objective: Objective) -> Dataset:
     targets = targets.long() if objective.classes else targets.to(torch.float64)
     train, test = hold_out(Samples(inputs, targets), test_fraction, _SPLIT_SEED)
     splits = [replace(split, inputs=_scaled(split.inputs, train.inputs)) for split in (train, test)]
-    if not objective.classes:
+    names = None
+    if objective.classes:
+        names = tuple(map(str, source.target_names))
+    else:
         splits = [replace(split, labels=_scaled(split.labels, train.labels)) for split in splits]
-    names = tuple(map(str, source.target_names)) if objective.classes else None
+    train, test = splits
     return Dataset(
-        name,
-        splits[0],
-        splits[1],
-        len(names or ()),
-        class_names=names,
-        objective=objective,
+        name, train, test, len(names or ()), class_names=names, objective=objective,
         standardise=False,
-    )
+    )  # fmt: skip
 
 
 def _scaled(values: Tensor, training: Tensor) -> Tensor:

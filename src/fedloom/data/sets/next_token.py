@@ -204,10 +204,9 @@ def _speeches(paths: Iterable[Path], length: int) -> _Users:
     for path in paths:
         for block in read_text(path).replace("\r\n", "\n").split("\n\n"):
             name, _, speech = block.strip("\n").partition("\n")
-            if name.endswith(":") and len(name) <= 100:
-                spoken.setdefault(name[:-1].strip(), []).append(speech)
-            else:
-                spoken.setdefault("", []).append(block.strip("\n"))
+            if not name.endswith(":") or len(name) > 100:
+                name, speech = ":", block.strip("\n")
+            spoken.setdefault(name[:-1].strip(), []).append(speech)
     joined = {
         name: "\n".join(speeches) for name, speeches in spoken.items() if name or len(spoken) == 1
     }

@@ -1,9 +1,9 @@
 """The standard sets of pictures; `picture_sets.toml` describes each of them."""
 
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +85,9 @@ class PictureSet:
         )
 
     def _read(self, folder: Path) -> Split | None:
-        split = None if self.format == "tables" else _READERS[self.format](self, folder)
+        split = self._read_folder(folder) if self.format == "folder" else None
+        if self.files and (files := files_named(folder, self.files)):
+            split = self._read_idx(files) if self.format == "idx" else self._read_batches(files)
         paths = parquet_files(folder, *self.tables) if self.repository and split is None else None
         if paths is None:
             return split
@@ -107,9 +109,7 @@ class PictureSet:
         )
         return train, test
 
-    def _read_idx(self, folder: Path) -> Split | None:
-        if (paths := files_named(folder, self.files)) is None:
-            return None
+    def _read_idx(self, paths: Sequence[Path]) -> Split:
         classes = self.file_classes or self.classes
         train, test = (
             read_idx_samples(paths[k], paths[k + 1], classes, self.first_label, self.transposed)
@@ -119,9 +119,7 @@ class PictureSet:
             return train[train.labels < self.classes], test[test.labels < self.classes]
         return train, test
 
-    def _read_batches(self, folder: Path) -> Split | None:
-        if (paths := files_named(folder, self.files)) is None:
-            return None
+    def _read_batches(self, paths: Sequence[Path]) -> Split:
         key = f"{self.label}s"
         train = read_python_batches(paths[:-1], key, self.classes)
         return train, read_python_batches(paths[-1:], key, self.classes)
@@ -136,13 +134,6 @@ class PictureSet:
             return read_labelled(train, self.channels), read_labelled(test, self.channels)
 
         return cached_split(self.name, "folder", decode, paths)
-
-
-_READERS: dict[str, Callable[[PictureSet, Path], Split | None]] = {
-    "idx": PictureSet._read_idx,
-    "batches": PictureSet._read_batches,
-    "folder": PictureSet._read_folder,
-}
 
 
 def _register(pictures: PictureSet) -> None:
@@ -161,7 +152,9 @@ def _register(pictures: PictureSet) -> None:
     datasets.register(pictures.name)(make)
 
 
-_TABLE = tomllib.loads(files("fedloom.data.sets").joinpath("picture_sets.toml").read_text("utf-8"))
+_TABLE = tomllib.loads(
+    package_files("fedloom.data.sets").joinpath("picture_sets.toml").read_text("utf-8")
+)
 PICTURE_SETS: dict[str, PictureSet] = {
     name: TypeAdapter(PictureSet).validate_python({"name": name, **entry})
     for name, entry in _TABLE.items()
