@@ -113,7 +113,7 @@ class Configuration(Schedule):
             raise InvalidValue(f"seeds must differ from each other, not {quoted(self.seeds)}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is built once: another process must import the plugins first."""
+        """Leave out objects that are built once: another process must import the plugins first."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @property
@@ -173,8 +173,8 @@ class Configuration(Schedule):
 
     @property
     def settings(self) -> "dict[str, Configuration]":
-        """The configuration of each setting by its label; this one alone, labelled "", where no key
-        varies.
+        """The configuration of each setting by its label; without settings, this one with the label
+        "".
         """
         return self.variants or {"": self}
 
@@ -246,7 +246,7 @@ def _require_targets(targets: Sequence[TargetValue], task: Task) -> None:
     recorded = {prefix + name for prefix in prefixes for name in task.objective.figure_names}
     for value in targets:
         figure = Target.of(value, task.objective.metric).figure
-        # Methods record figures of their own: only what looks like a slip of the pen is refused.
+        # Methods record other figures too, so only a likely typing error is refused.
         near = difflib.get_close_matches(
             figure, recorded | {"training_loss", "epsilon", *metrics}, n=1, cutoff=0.8
         )

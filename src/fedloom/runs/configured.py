@@ -25,9 +25,7 @@ from fedloom.task import Task
 def run_directory(
     configuration: Configuration, algorithm: str, seed: int, setting: str = ""
 ) -> RunDirectory:
-    """Return the directory of a configured run: in the folder of its setting, where there are
-    several, in its method's.
-    """
+    """Return the directory of a configured run, in the folders of its setting and its method."""
     folder = setting_folder(configuration.folder, setting)
     name = algorithm if configuration.labelled(algorithm) else str(configuration.method(algorithm))
     return RunDirectory(folder / folder_name(name) / f"seed-{seed}")
@@ -44,11 +42,25 @@ def run_configured(
     engine: Callable[[Task], Engine] | None = None,
     alone: bool = True,
 ) -> RunSummary:
-    """Make one run, or go on with it, or read it when it is finished; return its figures. Raises as
-    `run`.
+    """Make a run, continue it, or read it if it is finished.
 
-    Whatever `watch` raises stops the run after the round. `alone` is False when other runs share
-    the cores. Task, path and engine are those of the configuration unless they are given.
+    Args:
+        configuration: The configuration.
+        name: Name of the run.
+        watch: Called with every event. An exception stops the run after the round.
+        fresh: Start again.
+        make_task: Makes the task of a seed; by default as configured.
+        path: Directory of the run; by default as configured.
+        engine: Makes the engine; by default as configured.
+        alone: False if other runs share the cores.
+
+    Returns:
+        The figures.
+
+    Raises:
+        InvalidValue: The configuration does not fit the task.
+        CheckpointError: The directory holds another run, or a damaged one.
+        Diverged: No client's model is finite any more.
     """
     import_plugins(configuration.plugins)  # in worker processes too
     directory = run_directory(configuration, *name) if path is None else RunDirectory(path)

@@ -107,7 +107,7 @@ class RunDirectory:
         return read_json(self.path / "configuration.json", dict)
 
     def require_intact(self) -> None:
-        """Raise `CheckpointError` where a file of a finished run is not as it was written."""
+        """Raise `CheckpointError` if a file of a finished run was changed."""
         if not self.finished:
             return
         present, path = self._digests(), self.path / "result.json"
@@ -213,7 +213,7 @@ class RunDirectory:
             raise self._refusal(f"no checkpoint any more, to go on from round {done} of {rounds}")
 
     def clear(self) -> None:
-        """Remove all files of a run, and nothing else."""
+        """Remove only the files of a run."""
         self.__dict__.pop("configuration", None)
         for path in itertools.chain.from_iterable(map(self.path.glob, _FILES)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -222,7 +222,7 @@ class RunDirectory:
         """Return the figures so far.
 
         Args:
-            algorithm: Name of the method in the summary; by default that of the configuration.
+            algorithm: Name of the method in the summary; by default as configured.
 
         Raises:
             CheckpointError: A file is damaged.
@@ -245,7 +245,7 @@ class RunDirectory:
                 task["wrong_labels"],
                 Metric(**task["metric"]),
             )
-            summarise([summary])  # tables show only what a run wrote
+            summarise([summary])  # tables show only figures of runs
             client_table([summary])
             for entry in summary.recorded:
                 entry["kind"]
@@ -336,9 +336,7 @@ def folder_name(expression: str) -> str:
 
 
 def setting_folder(folder: Path, setting: str) -> Path:
-    """Return the folder of a setting: in that of an experiment, or that folder itself where there
-    are no settings.
-    """
+    """Return the folder of a setting; without a setting, the folder of the experiment."""
     return folder / folder_name(setting) if setting else folder
 
 
@@ -348,7 +346,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _intact(value: dict[str, Any]) -> bool:
-    """Return True if an object matches its digest, which is removed, or has none."""
+    """Return True if an object has no digest, or matches its digest, which is then removed."""
     if value:
         name, digest = value.popitem()  # its name may be damaged
         if digest != _digest(value):

@@ -22,11 +22,18 @@ class RunName(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a run: `started`, also when it goes on, with `finished` rounds and in `text` an
-    engine that a rule chose.
+    """An event of a run.
 
-    A `round` has its figures in `record`, `skipped` was finished already, `failed` and `notice`
-    have a line of `text`.
+    Attributes:
+        kind: `started` (also a resumed run), `round`, `ended`, `skipped` (it was finished already),
+            `failed` or `notice`.
+        run: Name of the run.
+        finished: Rounds so far.
+        record: Figures of a round or of the end.
+        seconds: Time of the round, or of the run.
+        text: The engine that a rule chose, the reason of the failure, or the notice.
+        timing: Times of a round.
+        metric: The metric of the record.
     """
 
     kind: Literal["started", "round", "ended", "skipped", "failed", "notice"]
@@ -36,11 +43,11 @@ class Event:
     seconds: float = 0.0
     text: str = ""
     timing: dict[str, Any] = field(default_factory=dict)
-    metric: Metric = ACCURACY  # by which the record judges
+    metric: Metric = ACCURACY
 
     @property
     def score(self) -> str:
-        """The metric of the global model and of the clients' own, as far as they were measured."""
+        """The measured metrics of the global model and of the clients' own models."""
         models = ((self.metric.name, ""), (f"personal_{self.metric.name}", " (clients' own)"))
         scores = [
             (value, owner) for name, owner in models if (value := self.record.get(name)) is not None

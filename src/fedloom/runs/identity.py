@@ -1,6 +1,4 @@
-"""The identity of a run, as a digest that its checkpoints carry, and the versions and machine that
-compute it.
-"""
+"""The identity of a run: a digest for its checkpoints, and the versions and the machine."""
 
 import json
 import os
@@ -26,8 +24,8 @@ _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
 
 
 def identity(task: Task, described: Mapping[str, Any], method: Method, clock: Clock) -> str:
-    """Return a digest of the run, without its end: the number of rounds, unless the method needs to
-    know it, and `stop`.
+    """Return a digest of the run. It ignores `stop`, and `rounds` unless the method needs their
+    number.
     """
     end = ("stop",) if needs_total_rounds(method) else ("rounds", "stop")
     described = {key: value for key, value in described.items() if key not in end}
@@ -69,8 +67,6 @@ def environment() -> dict[str, Any]:
 
 
 def version_changes(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Return differences that may change a figure, such as `torch 2.12.0 (now 2.13.0)`; empty where
-    there are none.
-    """
+    """Return differences that may change a figure, such as `torch 2.12.0 (now 2.13.0)`, or ""."""
     changed = [key for key in _DECIDING if earlier.get(key) != present.get(key)]
     return ", ".join(f"{key} {earlier.get(key)} (now {present.get(key)})" for key in changed)

@@ -26,7 +26,7 @@ _NAMES: dict[str, dict[str, Registry[Any]]] = {
         "shift": shifts,
     },
 }
-"""Registries whose names an editor suggests, by table and key."""
+"""Registries with the names that an editor suggests, by table and key."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _default(entry: Any) -> Any:
 
 
 def _without_null(value: Any) -> Any:
-    """Return a schema in which the text "none" stands for null, as it does in TOML."""
+    """Return a schema with the text "none" in place of null, which TOML does not have."""
     if isinstance(value, dict):
         if value == {"type": "null"}:
             return {"const": "none"}

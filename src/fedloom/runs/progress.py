@@ -1,6 +1,4 @@
-"""Progress of runs for people: bars on a terminal and in a notebook, a line now and then anywhere
-else.
-"""
+"""Progress of runs: bars on a terminal and in a notebook, otherwise regular lines."""
 
 import importlib
 import io
@@ -25,9 +23,7 @@ from fedloom.report.units import time_text
 from fedloom.runs.events import Event, RunName
 
 _PAUSE, _SHARE = 10.0, 0.1
-"""Between two lines where there is no terminal: seconds, and a share of the time so far, so that no
-log is filled.
-"""
+"""Pause between two lines without a terminal: seconds, and a share of the time so far."""
 
 # of the bars in a notebook: their width, and the seconds between two drawings
 _COLUMNS, _REDRAW = 100, 0.2
@@ -37,8 +33,8 @@ Rounds = int | Mapping[RunName, int]
 
 
 class Display:
-    """A bar for each run under way and one for all, and a line when a run ends; `brief` shows bars
-    alone.
+    """A bar for each run in progress and one for all, and a line when a run ends; `brief` shows
+    only bars.
     """
 
     def __init__(
@@ -113,9 +109,7 @@ class Display:
 
 
 class Lines(Display):
-    """Display for logs and pipes: a line for each run that ends, and now and then the progress of
-    all and each under way.
-    """
+    """Display for logs and pipes: a line for each run that ends, and regularly the progress of all."""
 
     def __call__(self, event: Event) -> None:
         if not self.finished:
@@ -141,7 +135,7 @@ class Lines(Display):
 
 
 class NotebookBars(Display):
-    """Display for notebooks: the bars as text in one output, which is updated."""
+    """Display for notebooks: one output with the bars as text, updated in place."""
 
     def __init__(
         self, runs: int, rounds: Rounds, brief: bool = False, clock: Callable[[], float] = monotonic
@@ -171,9 +165,7 @@ class NotebookBars(Display):
 
 @contextmanager
 def display(console: Console, runs: int, rounds: Rounds, brief: bool = False) -> Iterator[Display]:
-    """Show progress as the console allows; `brief` shows bars alone, and nothing where there can be
-    none.
-    """
+    """Show progress on a terminal, in a notebook or as lines. `brief` shows bars or nothing."""
     if console.is_jupyter and not console.quiet:
         notebook = NotebookBars(runs, rounds, brief)
         try:

@@ -1,6 +1,4 @@
-"""The methods and the task of a comparison in Python: objects, some of them of a notebook, that no
-text stands for.
-"""
+"""The methods and the task of runs in Python, as objects that no text describes."""
 
 import dataclasses
 import dis
@@ -23,16 +21,15 @@ TaskOf = Task | Callable[[int], Task]
 
 @dataclass(frozen=True)
 class PythonObjects:
-    """Methods by label, and their task. They travel to worker processes whole, with what says which
-    they are.
+    """Methods by label, and their task. They travel to worker processes as a whole.
 
     Attributes:
         methods: The methods by label.
         source: The task, or a function of the seed.
-        training: Settings of local training in place of the task's, as a search tries them.
-        texts: By label, the expression of each method and a digest of its code, which only their
-            own process knows.
-        tasks: By seed, what is stated of the task, as far as that is known.
+        training: Settings of local training that a search changes.
+        texts: By label, the expression of each method and a digest of its code, which only the
+            process of the user can compute.
+        tasks: By seed, the description of the task, once it is made.
     """
 
     methods: Mapping[str, Method]
@@ -56,8 +53,16 @@ class PythonObjects:
         return dataclasses.replace(task, training=training) if self.training else task
 
     def described(self, name: str, seed: int) -> dict[str, Any]:
-        """Return what a run's figures depend on beside its schedule, as plain values; of each seed
-        the task is made once.
+        """Return everything but the schedule that the figures of a run depend on.
+
+        The task of each seed is made once.
+
+        Args:
+            name: Label of the method.
+            seed: Seed of the run.
+
+        Returns:
+            Plain values.
         """
         if seed not in self.tasks:
             task = self.task(seed)
@@ -73,10 +78,9 @@ class PythonObjects:
 
 
 def code_digest(objects: Iterable[object]) -> str:
-    """Return a digest of the user's classes and functions in methods or a loss, so that no run of
-    other code is taken for one.
+    """Return a digest of the user's classes and functions in methods or a loss.
 
-    It is one of the compiled code and of plain attributes, which change with what the code does and
+    It covers the compiled code and plain attributes. These change with the behaviour of the code and
     not with comments or lines.
     """
     code, inner = io.StringIO(), list(objects)

@@ -67,7 +67,7 @@ class Result(RunFigures):
 
     @cached_property
     def model(self) -> nn.Module:
-        """The global model, a module of its own in evaluation mode."""
+        """The global model as a new module in evaluation mode."""
         module = self.task.module(self.federation.model())
         self.task.layout.load_integers(module, self.federation.integers)
         return module.eval()

@@ -48,26 +48,25 @@ def run(
     """Train a method on a task.
 
     Args:
-        algorithm: The method, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`. It stays
-            as it is.
+        algorithm: The method, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`, which is
+            copied.
         task: The data, how clients share them, the model and the settings of local training.
         schedule: How many rounds, with how many clients, and how often models are evaluated.
-        directory: Folder for figures, checkpoints and the final model. The same call goes on where
-            it was interrupted, and only reads the files of a finished run; with more `rounds` it
+        directory: Folder for figures, checkpoints and the final model. The same call continues an
+            interrupted run, and only reads the files of a finished run; with more `rounds` it
             lengthens the run, unless the method `needs_total_rounds`.
         record: Recorders, such as `["objective(every=10)"]` (see `Result.recorded`). They change
             nothing of the run.
         engine: Where clients train: `rows`, `stacked`, `processes`, `ray`, `default` or `auto`. By
-            default a rule chooses, and a run that goes on keeps its engine.
-        trackers: Trackers that hear of every round, such as `["tensorboard"]` (see
-            `build_tracker`).
+            default a rule chooses, and a resumed run keeps its engine.
+        trackers: Trackers that record every round, such as `["tensorboard"]` (see `build_tracker`).
         on_round: Called after each round with its figures and its times.
         quiet: Show no progress on a terminal or in a notebook.
         **options: Fields of the `Schedule`, such as `rounds=50, participation=0.5, seed=0`; they
             replace those of `schedule`.
 
     Returns:
-        The model, the figures of each round and what was recorded.
+        The model, the figures of each round and the recordings.
 
     Raises:
         InvalidValue: An argument is out of range, or the method does not fit the task.

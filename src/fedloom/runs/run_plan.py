@@ -31,8 +31,18 @@ from fedloom.task import Task
 
 @dataclass
 class RunPlan:
-    """A run that is about to begin. Task and engine are those of the configuration unless they are
-    given.
+    """A run that is about to begin.
+
+    Attributes:
+        configuration: The configuration.
+        name: Name of the run.
+        watch: Called with every event.
+        directory: Directory of the run; None for a run in memory.
+        fresh: Start again.
+        trackers: Trackers, or their expressions.
+        make_task: Makes the task of a seed; by default as configured.
+        engine: Makes the engine; by default as configured.
+        alone: False if other runs share the cores.
     """
 
     configuration: Configuration
@@ -43,7 +53,7 @@ class RunPlan:
     trackers: Sequence[str | Tracker] = ()
     make_task: Callable[[int], Task] | None = None
     engine: Callable[[Task], Engine] | None = None
-    alone: bool = True  # no other runs share the cores
+    alone: bool = True
 
     def __post_init__(self) -> None:
         configuration, (algorithm, seed, _) = self.configuration, self.name
@@ -110,7 +120,7 @@ class RunPlan:
         return Result(federation, task, resolved, choice, recording)
 
     def _engine(self, task: Task) -> Engine:
-        """Make the engine. A run that goes on keeps its engine."""
+        """Make the engine. A resumed run keeps its engine."""
         if self.engine is not None:
             return self.engine(task)
         named, resolved = self.configuration.engine, str(self.resolved["engine"])

@@ -42,8 +42,8 @@ _EXAMPLE = "a list such as [1, 5] or a range such as {from = 0.1, to = 0.5, step
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included; evenly spaced, or evenly in their logarithm.
-    `steps` None: all between.
+    """Numbers from `low` to `high`, evenly spaced or evenly in their logarithm. Without `steps`:
+    all between.
     """
 
     low: float
@@ -88,8 +88,8 @@ def read_axes(
 
 
 def combinations(table: object, keys: Sequence[str]) -> list[Changes]:
-    """Return every setting that a `[settings]` table asks for, in the order of its lists, the last
-    key changing fastest.
+    """Return every setting of a `[settings]` table in the order of its lists; the last key changes
+    fastest.
     """
     axes = read_axes(table, keys, "settings.")
     return products({key: values_of(axis) for key, axis in axes.items()}) if axes else []
@@ -114,14 +114,12 @@ def values_of(axis: Axis) -> list[Any]:
 
 
 def label(changes: Mapping[str, Any]) -> str:
-    """Return a setting as people read and type it: `data.partition=iid, training.epochs=5`; empty
-    without changes.
-    """
+    """Return a setting as users type it, such as `data.partition=iid, training.epochs=5`, or ""."""
     return ", ".join(f"{key}={plain_text(value)}" for key, value in changes.items())
 
 
 def plain_text(value: Any) -> str:
-    """Return a value as it is typed behind `key=` on the command line."""
+    """Return a value as users type it behind `key=` on the command line."""
     if isinstance(value, list):
         return f"[{', '.join(map(plain_text, value))}]"
     return value if isinstance(value, str) else show(value)

@@ -37,10 +37,10 @@ def compare(
     Args:
         methods: Methods by label, such as `{"FedAvg": "fedavg", "mine": Mine(step=0.5)}`, or a list
             of them.
-        task: The task, whose data, split and initial model are those of every seed; or a function
+        task: The task, with the same data, split and initial model for every seed; or a function
             from a seed to a task, which draws these anew.
         seeds: The seeds, such as `range(5)`. More of them later repeat nothing.
-        directory: Folder of the runs. The same call goes on where it was interrupted and reads
+        directory: Folder of the runs. The same call continues where it was interrupted and reads
             finished runs; with more `rounds` it lengthens them. By default a folder that is removed
             with the result.
         fresh: Start all runs again.

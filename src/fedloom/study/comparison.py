@@ -29,9 +29,7 @@ class Comparison:
 
     @classmethod
     def of(cls, configuration: Configuration, command: str = "") -> "Comparison":
-        """Return the runs that a configuration asks for. Raise `InvalidValue` when it names no
-        method.
-        """
+        """Return the runs of a configuration. Raise `InvalidValue` when it names no method."""
         if not configuration.methods:
             raise InvalidValue(
                 'nothing to compare: give algorithms, such as algorithms = ["fedavg", "fedmr"]'
@@ -47,7 +45,7 @@ class Comparison:
 
     @property
     def side_by_side(self) -> "Comparison":
-        """The comparison with as many runs at a time as this machine has room for."""
+        """The comparison with the number of parallel runs that fits this machine."""
         workers = runs_side_by_side(self.configuration, len(self.names))
         return replace(self, configuration=replace(self.configuration, workers=workers))
 
@@ -62,8 +60,15 @@ class Comparison:
         fresh: bool = False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[RunName, str]:
-        """Run what is not finished, write the figures of all, and return why runs failed, which
-        stops no other.
+        """Make the unfinished runs and write the figures of all.
+
+        Args:
+            watch: Called with every event.
+            fresh: Start all runs again.
+            stopped: When it returns True, the runs in progress end after their rounds.
+
+        Returns:
+            The reasons of failed runs, which stop no other run.
         """
         jobs = self.jobs(reuse=not fresh)
         waiting, tasks = unfinished(jobs, watch, fresh), Tasks()
@@ -83,7 +88,7 @@ class Comparison:
         ]
 
     def result(self, failed: Mapping[RunName, str]) -> ComparisonResult:
-        """Read the runs that came to their end; `failed` says why others did not."""
+        """Read the finished runs; `failed` holds the reasons of the others."""
         plan = self.configuration
         runs = [
             StoredRun(

@@ -41,13 +41,13 @@ REPORT_LOCK = ".report.lock"
 
 @dataclass(frozen=True, repr=False)
 class ComparisonResult(RunFigures):
-    """The runs of a comparison, as far as they came to their end.
+    """Finished runs of a comparison.
 
     Attributes:
         folder: The folder of the runs.
         runs: Every run with its directory and its figures.
         options: The title, the targets and the measure of tables and reports.
-        failed: Why runs failed, on one line, by run.
+        failed: The reasons of failed runs, each on one line.
     """
 
     folder: Path
@@ -205,8 +205,7 @@ class ComparisonResult(RunFigures):
 
 
 def read_comparison(folder: str | Path) -> ComparisonResult:
-    """Read a folder of runs, that of `fl.compare` or of `fedloom compare`, finished or not; nothing
-    is trained.
+    """Read a folder of `fl.compare` or `fedloom compare`, finished or not; nothing is trained.
 
     Args:
         folder: Such as `runs/digits`.
@@ -215,7 +214,7 @@ def read_comparison(folder: str | Path) -> ComparisonResult:
         The runs with their tables, frames, figures and tests.
 
     Raises:
-        InvalidValue: There is no run in the folder.
+        InvalidValue: The folder holds no run.
         CheckpointError: A file is damaged.
     """
     path = Path(folder)

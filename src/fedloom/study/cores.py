@@ -35,7 +35,7 @@ def threads_each(configuration: Configuration, runs: int) -> int:
 
 
 def _spreads_itself(configuration: Configuration) -> bool:
-    """Return True if a run uses several cores, or a GPU, by itself."""
+    """Return True if a single run uses several cores or a GPU."""
     entry, _ = read_engine(configuration.engine)
     one_core = entry.make is by_rule or entry.name in ("rows", "stacked")
     return not one_core or find_device(configuration.device).type != "cpu"

@@ -55,8 +55,15 @@ class RunJob:
 def job_of(
     configuration: Configuration, name: RunName, finished: Mapping[str, Sequence[Path]]
 ) -> RunJob:
-    """Return the job of a run whose setting has this configuration; `finished` are the
-    `finished_runs` to reuse.
+    """Return the job of a run.
+
+    Args:
+        configuration: The configuration of the run's setting.
+        name: Name of the run.
+        finished: The `finished_runs` to reuse.
+
+    Returns:
+        The job, in the directory of an equal finished run if there is one.
     """
     usual = run_directory(configuration, *name).path
     alike = finished.get(fingerprint(configuration.resolved(name.algorithm, name.seed)), [])
@@ -64,7 +71,13 @@ def job_of(
 
 
 def unfinished(jobs: Iterable[RunJob], watch: Watch, fresh: bool = False) -> list[RunJob]:
-    """Return the runs that are to be made; `watch` hears of the others. Raises as `RunJob.require`."""
+    """Return the unfinished runs. Raises as `RunJob.require`.
+
+    Args:
+        jobs: All runs.
+        watch: Called with an event for each finished run.
+        fresh: Return all runs.
+    """
     waiting = []
     for job in jobs:
         if not fresh:
@@ -77,8 +90,8 @@ def unfinished(jobs: Iterable[RunJob], watch: Watch, fresh: bool = False) -> lis
 
 
 def require_possible(jobs: Sequence[RunJob], tasks: "Tasks") -> None:
-    """Make the task of every setting and seed, and set up every method. Raise what is wrong with
-    any.
+    """Make the task of every setting and seed and set up every method, so that errors appear before
+    the first round.
     """
     seeds: dict[str, int] = {}
     for job in jobs:

@@ -137,7 +137,7 @@ class ProcessPool:
 
 
 class RayPool(ProcessPool):
-    """Makes runs in processes of a Ray cluster, whose nodes must share the folder of the runs."""
+    """Makes runs in processes of a Ray cluster. All nodes must share the folder of the runs."""
 
     def __init__(self, address: str, size: int, threads: int) -> None:
         super().__init__(size, threads)
@@ -191,7 +191,14 @@ RunPool = SerialPool | ProcessPool
 
 
 def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Tasks) -> RunPool:
-    """Return the pool for those of `runs` runs that are waiting. Raises as `load_ray` and `join`."""
+    """Return the pool for runs. Raises as `load_ray` and `join`.
+
+    Args:
+        configuration: The configuration.
+        runs: Number of all runs.
+        waiting: Number of runs that are not finished.
+        tasks: Cache of tasks in this process.
+    """
     size, threads = min(configuration.runs_at_a_time, waiting), threads_each(configuration, runs)
     if configuration.pool != "processes" and size:
         return RayPool(LOCAL if configuration.pool == "ray" else configuration.pool, size, threads)

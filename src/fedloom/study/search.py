@@ -1,9 +1,9 @@
-"""A search for a method's best parameters, on validation data alone: a grid, a sample of it, or
+"""A search for the best parameters of a method, on validation data only: a grid, a sample of it, or
 Optuna's suggestions.
 
-Each trial is a configuration; its runs, one a seed, lie in `tune/` like all runs and are never
-repeated, so the same search goes on where it was interrupted. Trials are judged on the validation
-data that `withhold` takes from the clients' training data.
+Each trial is a configuration. Its runs, one for each seed, are in `tune/` and are never repeated, so
+the same search continues where it was interrupted. Trials are judged on the validation data that
+`withhold` takes from the clients' training data.
 """
 
 import math
@@ -38,15 +38,13 @@ from fedloom.study.parameters import PREFIX, parameter_keys, with_parameters
 from fedloom.study.stored_runs import StoredRun
 
 SHARE = 0.2
-"""Share of each client's training samples that is held out for validation unless `data.validation`
-says otherwise.
-"""
+"""Default share of each client's training samples that is held out for validation."""
 
 
 @dataclass(eq=False)
 class Trial:
-    """One choice of the searched keys, and the measure of its runs by seed, or the reason why there
-    is none.
+    """One choice of the searched keys, and the measure of its runs by seed, or the reason of a
+    failure.
     """
 
     number: int
@@ -92,10 +90,11 @@ class Trial:
 
 
 class Search:
-    """The space of a search: a configuration's table and the values of some keys, such as
+    """The space of a search: the table of a configuration, and values of some keys such as
     `algorithm.mu`.
 
-    `objects` are the method and the task of a search in Python, whose own keys cannot be searched.
+    `objects` are the method and the task of a search in Python. Keys that describe them cannot be
+    searched.
     """
 
     def __init__(
@@ -193,9 +192,7 @@ class Search:
 def searches(
     table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True
 ) -> list[tuple[Changes, Search]]:
-    """Return what each setting of a table changes, and a search in the setting's folder; one search
-    without settings.
-    """
+    """Return the changes of each setting with a search in its folder; without settings one search."""
     base = {key: value for key, value in table.items() if key != "settings"}
     if "settings" not in table:
         return [({}, Search(base, searched, steps_needed=steps_needed))]

@@ -15,11 +15,22 @@ TRIALS = 20
 def search_optuna(
     search: Search, run: Callable[[list[Trial]], None], trials: int = TRIALS, batch_size: int = 1
 ) -> list[Trial]:
-    """Let Optuna's TPE sampler suggest `trials` trials, which `run` makes `batch_size` at a time.
+    """Let Optuna's TPE sampler suggest trials.
 
-    The sampler draws by the configuration's seed: the same search suggests the same trials, whose
-    finished runs are only read, as long as `batch_size` and Optuna's version stay the same. Raises
-    `MissingExtra` without Optuna.
+    The configuration's seed draws the suggestions. The same search suggests the same trials, and only
+    reads their finished runs, if `batch_size` and Optuna's version stay the same.
+
+    Args:
+        search: The space.
+        run: Makes the runs of trials.
+        trials: Number of trials.
+        batch_size: Number of trials at a time.
+
+    Returns:
+        The trials with their measures.
+
+    Raises:
+        MissingExtra: Optuna is not installed.
     """
     optuna = import_extra("optuna", "tune", "fedloom tune --optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -86,7 +86,7 @@ def _groups(runs: Sequence[StoredRun]) -> Groups:
 
 
 def _stored(folder: Path, groups: Groups) -> list[dict[str, Any]] | None:
-    """Return the trajectories in the folder; None if there are none, or if they are of other runs."""
+    """Return the trajectories in the folder, or None if they are missing or of other runs."""
     try:
         content = read_json(folder / FILE, dict)
     except CheckpointError:

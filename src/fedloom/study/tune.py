@@ -27,7 +27,7 @@ from fedloom.study.trials import final_trial, jobs_of, run_trials, write_trials
 from fedloom.study.tune_result import TuneResult
 
 Show = Callable[[int], AbstractContextManager[tuple[Watch, Callable[[], bool]]]]
-"""Shows the progress of so many runs, and says whether they should stop."""
+"""Shows the progress of a number of runs: yields a watch, and a function that returns True to stop."""
 
 
 def tune(
@@ -43,7 +43,7 @@ def tune(
     quiet: bool = False,
     **options: Any,
 ) -> TuneResult:
-    """Search a method's parameters on validation data alone, as `fedloom tune` does: a few runs at
+    """Search a method's parameters on validation data only, as `fedloom tune` does: a few runs at
     a time, and resumed.
 
     Args:
@@ -54,7 +54,7 @@ def tune(
             {"from": 0.01, "to": 1, "steps": 3, "scale": "log"}}`. A key is a parameter of the
             method, a field of the `Schedule`, or `training.` and a field of the `Training`.
         seeds: The seeds of each trial.
-        directory: Folder of the runs; the same call goes on where it was interrupted. By default a
+        directory: Folder of the runs; the same call continues an interrupted search. By default a
             folder that is removed with the result.
         trials: The number of trials; of a grid, drawn at random.
         optuna: Let Optuna suggest the trials, 20 by default; ranges then need no `steps`.

@@ -1,3 +1,3 @@
-"""Trackers report a run to other programs while it goes on: TensorBoard, MLflow, Weights & Biases,
-or your own.
+"""Trackers report a run in progress to other programs: TensorBoard, MLflow, Weights & Biases or
+your own.
 """

@@ -76,7 +76,7 @@ class MLflow:
         return 0
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
-        """Log a metric for each figure, at once or with those of later rounds."""
+        """Log a metric for each figure, at once or together with later rounds."""
         if self._waiting and len(self._waiting) + len(figures) >= _MOST:
             self._send()
         self._add({**figures, _LAST: round}, round)

@@ -33,8 +33,8 @@ class TensorBoard:
         require_installed("tensorboard", installing("tensorboard"))
 
     def begin(self, run: TrackedRun) -> int:
-        """Open the event files and remove those of an earlier run; return the last round in the
-        files of this run.
+        """Open the event files and remove files of earlier runs; return the last round in the files
+        of this run.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -69,7 +69,7 @@ class TensorBoard:
 
 
 def _last_round(path: Path) -> int:
-    """Return the last round whose figures are all in an event file, which may be cut short."""
+    """Return the last complete round of an event file, which may be cut short."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     number = 0

@@ -28,7 +28,7 @@ class TrackedRun:
         algorithm: The method's expression.
         seed: The run's seed.
         configuration: Everything that the figures depend on, as plain values.
-        token: The same whenever the run goes on, and another when it starts afresh.
+        token: Stays the same when the run is resumed, and changes when it starts again.
         directory: The folder of the run's files; None for a run without.
     """
 

@@ -13,7 +13,7 @@ class WeightsAndBiases:
     """Figures of each round for Weights & Biases; `mode=offline`, the default, stores them on this
     machine for `wandb sync`.
 
-    `project` is by default the experiment's name, `entity` your own. Online, a run that goes on is
+    `project` is by default the experiment's name, `entity` your own. Online, a resumed run is
     the same run there; offline, each start makes a new folder with the run's figures from round 1
     on. Needs `pip install wandb`.
     """

@@ -141,7 +141,7 @@ class Watched:
 
 
 def _rendered(title: str, runs: Sequence[RunSummary]) -> str:
-    """Return the report of the runs that can be drawn; empty if there are none."""
+    """Return the report of the runs that can be drawn, or ""."""
     with suppress(CheckpointError), readable(Path(title)):
         return render(title, runs) if runs else ""
     drawn = [run for run in runs if len(runs) > 1 and _rendered(title, [run])]
@@ -160,7 +160,7 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 
 def _stamp(path: Path) -> list[tuple[str, int, int]]:
-    """Return name, time and size of the files that change as the run goes on."""
+    """Return name, time and size of the files that change during a run."""
     with suppress(OSError):
         entries = [(entry.name, entry.stat()) for entry in os.scandir(path) if entry.name in _LIVE]
         return sorted((name, status.st_mtime_ns, status.st_size) for name, status in entries)
