@@ -276,4 +276,4 @@ def test_targets_are_reached_in_simulated_seconds() -> None:
     assert cells["Simulated time"].value == 30.0
     drawn = curve([summary], x="seconds")
     assert drawn is not None
-    assert drawn.x.tolist() == [10.0, 20.0, 30.0]
+    assert drawn["x"].tolist() == [10.0, 20.0, 30.0]

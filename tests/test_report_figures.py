@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InvalidValue
-from fedloom.report.curves import Curve, curve, learning_curves
+from fedloom.report.curves import curve, learning_curves, thinned
 from fedloom.report.figures import (
     COLOURS,
     accuracy_by_seed,
@@ -25,10 +26,9 @@ from report_support import made_up_run
 EVIL = "<script>alert(1)</script>"
 
 
-def curve_of(means: list[float]) -> Curve:
-    values = np.array(means)
-    rounds = np.arange(1, len(values) + 1)
-    return Curve(rounds, rounds.astype(float), values, np.zeros(len(values)), 1)
+def curve_of(means: list[float]) -> pd.DataFrame:
+    rounds = np.arange(1, len(means) + 1)
+    return pd.DataFrame({"x": rounds.astype(float), "mean": means, "std": 0.0}, index=rounds)
 
 
 def test_a_curve_is_mean_and_sample_deviation_over_seeds() -> None:
@@ -36,10 +36,9 @@ def test_a_curve_is_mean_and_sample_deviation_over_seeds() -> None:
     line = curve(runs, "loss")
     assert line is not None
     values = np.array([[record["loss"] for record in run.records] for run in runs])
-    np.testing.assert_allclose(line.mean, values.mean(0))
-    np.testing.assert_allclose(line.std, values.std(0, ddof=1))
-    assert line.rounds.tolist() == list(range(1, 10))
-    assert line.seeds == 3
+    np.testing.assert_allclose(line["mean"], values.mean(0))
+    np.testing.assert_allclose(line["std"], values.std(0, ddof=1))
+    assert line.index.tolist() == list(range(1, 10))
 
 
 def test_axes_are_what_was_spent_until_the_end_of_the_round() -> None:
@@ -47,8 +46,8 @@ def test_axes_are_what_was_spent_until_the_end_of_the_round() -> None:
     by_bytes, by_seconds = curve([run], x="bytes"), curve([run], x="seconds")
     assert by_bytes is not None
     assert by_seconds is not None
-    assert by_bytes.x.tolist() == [1900 * number for number in range(1, 7)]
-    assert by_seconds.x.tolist() == [0.5 * number for number in range(1, 7)]
+    assert by_bytes["x"].tolist() == [1900 * number for number in range(1, 7)]
+    assert by_seconds["x"].tolist() == [0.5 * number for number in range(1, 7)]
     with pytest.raises(InvalidValue, match="x 'byte' is not allowed: did you mean 'bytes'"):
         curve([run], x="byte")
 
@@ -65,15 +64,15 @@ def test_rounds_that_were_not_evaluated_still_cost_bytes() -> None:
     ]
     line = curve([replace(run, records=records)], x="bytes")
     assert line is not None
-    assert line.rounds.tolist() == [3, 6]
-    assert line.x.tolist() == [5700, 11400]
+    assert line.index.tolist() == [3, 6]
+    assert line["x"].tolist() == [5700, 11400]
 
 
 def test_a_run_that_stopped_early_ends_the_mean_instead_of_bending_it() -> None:
     complete, short = made_up_run("fedavg", 0, rounds=10), made_up_run("fedavg", 1, rounds=4)
     line = curve([complete, short])
     assert line is not None
-    assert line.rounds.tolist() == [1, 2, 3, 4]
+    assert line.index.tolist() == [1, 2, 3, 4]
 
 
 def test_values_that_are_not_finite_and_measures_not_recorded_are_not_drawn() -> None:
@@ -82,7 +81,7 @@ def test_values_that_are_not_finite_and_measures_not_recorded_are_not_drawn() ->
     run.records[2]["loss"] = float("nan")
     line = curve([run], "loss")
     assert line is not None
-    assert line.rounds.tolist() == [1, 4]
+    assert line.index.tolist() == [1, 4]
     assert curve([run], "nothing") is None
     assert curve([replace(run, timings=[])], x="seconds") is None
 
@@ -91,14 +90,13 @@ def test_values_that_are_not_finite_and_measures_not_recorded_are_not_drawn() ->
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=600), st.integers(2, 60))
 def test_thinning_keeps_measured_points_extremes_and_ends(means: list[float], points: int) -> None:
     complete = curve_of(means)
-    thin = complete.thinned(points)
-    assert len(thin.x) <= points + 2
-    points_left = set(zip(thin.rounds.tolist(), thin.mean.tolist(), strict=True))
-    assert points_left <= set(zip(complete.rounds.tolist(), complete.mean.tolist(), strict=True))
-    assert thin.mean.max() == max(means)
-    assert thin.mean.min() == min(means)
-    assert (thin.rounds[0], thin.rounds[-1]) == (1, len(means))
-    assert (np.diff(thin.rounds) > 0).all()
+    thin = thinned(complete, points)
+    assert len(thin) <= points + 2
+    assert set(thin["mean"].items()) <= set(complete["mean"].items())
+    assert thin["mean"].max() == max(means)
+    assert thin["mean"].min() == min(means)
+    assert (thin.index[0], thin.index[-1]) == (1, len(means))
+    assert (np.diff(thin.index) > 0).all()
 
 
 def test_learning_curves_draw_a_line_and_a_band_a_method_in_its_colour() -> None:
@@ -109,10 +107,13 @@ def test_learning_curves_draw_a_line_and_a_band_a_method_in_its_colour() -> None
     assert line.line.color == styles(runs)["a"].colour == COLOURS[0]
     mean_curve = curve(runs[:2])
     assert mean_curve is not None
-    np.testing.assert_allclose(line.y, mean_curve.mean, rtol=1e-6)
+    np.testing.assert_allclose(line.y, mean_curve["mean"], rtol=1e-6)
     np.testing.assert_allclose(
         band.y,
-        [*(mean_curve.mean + mean_curve.std), *(mean_curve.mean - mean_curve.std)[::-1]],
+        [
+            *(mean_curve["mean"] + mean_curve["std"]),
+            *(mean_curve["mean"] - mean_curve["std"])[::-1],
+        ],
         rtol=1e-6,
     )
     assert len(learning_curves(runs[:1]).data) == 1  # one seed has no band
@@ -123,7 +124,7 @@ def test_bytes_along_an_axis_are_in_the_unit_that_its_title_names() -> None:
     figure, bytes_curve = learning_curves(runs, x="bytes"), curve(runs, x="bytes")
     assert bytes_curve is not None
     assert figure.layout.xaxis.title.text == "Sent, down and up, kB"
-    np.testing.assert_allclose(figure.data[0].x, bytes_curve.x / 1000, rtol=1e-6)
+    np.testing.assert_allclose(figure.data[0].x, bytes_curve["x"] / 1000, rtol=1e-6)
 
 
 def test_a_method_that_did_not_record_a_measure_is_left_out_and_others_keep_their_colour() -> None:

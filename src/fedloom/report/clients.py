@@ -1,8 +1,7 @@
 """The table of the clients: what each holds and how well it is served, the worst first."""
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fedloom.report.cells import Cell, Column, table_of
@@ -15,50 +14,29 @@ LISTED = 200  # clients in the table
 LABELS = 4  # classes of a client that are named, those with the most samples first
 
 
-@dataclass(frozen=True)
-class Client:
-    """One client: its training samples of each class, and shares of its own test samples that are
-    classified right, by what they are the accuracies of; the last of these, or with several methods
-    the mean, is its `score`.
+def worst_first(runs: Sequence[RunSummary]) -> "tuple[pandas.DataFrame, pandas.Series]":
+    """Return the clients of the first seed whose clients were measured, by their score; clients
+    that were not measured are last, by samples.
+
+    Returns:
+        The accuracies by client, and the score, which is their mean, or of one method the last of
+        them. A column is a method, with the accuracy of the model that the client would use, or of
+        one method the `Global model` and its `Own model`.
     """
+    import pandas
 
-    number: int
-    counts: Sequence[int]
-    accuracies: Mapping[str, float]
-    score: float | None
-
-
-def worst_first(runs: Sequence[RunSummary]) -> list[Client]:
-    """Return the clients of the first seed whose clients were measured, by their score; those not
-    measured last, by samples.
-
-    Of several methods: the accuracy of the model that a client would use; of one method, that of
-    the global model beside it.
-    """
     comparable = same_data(runs)
     if not comparable:
-        return []
+        return pandas.DataFrame(), pandas.Series()
     several = len(comparable) > 1
-    tables = {
-        name: table for run in comparable for name, table in _accuracies(run, several).items()
-    }
-    clients = []
-    for number, counts in enumerate(comparable[0].label_counts):
-        accuracies = {name: table[number] for name, table in tables.items() if number in table}
-        scored = list(accuracies.values()) if several else list(accuracies.values())[-1:]
-        clients.append(
-            Client(number, counts, accuracies, statistics.fmean(scored) if scored else None)
-        )
-    sign = 1 if comparable[0].metric.higher_is_better else -1
-    return sorted(
-        clients,
-        key=lambda client: (
-            client.score is None,
-            sign * (client.score or 0.0),
-            sum(client.counts),
-            client.number,
-        ),
-    )
+    tables = [pandas.DataFrame(_accuracies(run, several)) for run in comparable]
+    counts = comparable[0].label_counts
+    clients = pandas.concat(tables, axis=1).reindex(range(len(counts))).dropna(axis=1, how="all")
+    score = clients.mean(axis=1) if several else clients.ffill(axis=1).iloc[:, -1:].max(axis=1)
+    keys = pandas.DataFrame({"score": score, "samples": [sum(line) for line in counts]})
+    lowest_first = comparable[0].metric.higher_is_better
+    order = keys.sort_values(["score", "samples"], ascending=[lowest_first, True]).index
+    return clients.loc[order], score.loc[order]
 
 
 def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
@@ -81,35 +59,31 @@ def client_table(runs: Sequence[RunSummary]) -> "tuple[str, pandas.DataFrame, st
     """Return the title, which names the order, the table of what each client holds and how well it
     is served, and its caption.
     """
-    clients, comparable, metric = worst_first(runs), same_data(runs), runs[0].metric
-    names = list(dict.fromkeys(name for client in clients for name in client.accuracies))
-    listed, several = clients[:LISTED], len(comparable) > 1
-    scores = [("Mean", [client.score for client in listed])] if several and names else []
-    scores += [(name, [client.accuracies.get(name) for client in listed]) for name in names]
-
-    def counts(values: Sequence[int]) -> list[Cell]:
-        return [Cell(f"{value:,}", value) for value in values]
-
-    columns = {Column("Client", order="ascending"): counts([client.number for client in listed])}
-    for name, values in scores:
-        title = name + (", %" if metric.share else "")
+    (clients, score), comparable, metric = worst_first(runs), same_data(runs), runs[0].metric
+    measured = len(clients.columns) > 0
+    listed = clients.index[:LISTED]
+    counts = [comparable[0].label_counts[number] for number in listed]
+    columns = {Column("Client", order="ascending"): _counts(listed)}
+    scores = [("Mean", score)] if measured and len(comparable) > 1 else []
+    for name, values in (*scores, *clients.items()):
+        title = f"{name}, %" if metric.share else name
         columns[Column(title, order="ascending")] = [
-            Cell("") if value is None else Cell(metric.text(value, 1), value) for value in values
+            Cell("") if math.isnan(value) else Cell(metric.text(value, 1), value)
+            for value in values[listed]
         ]
-    samples = [sum(client.counts) for client in listed]
-    columns[Column("Samples", order="ascending")] = counts(samples)
-    if any(len(client.counts) > 1 for client in clients):
-        classes = [sum(count > 0 for count in client.counts) for client in listed]
-        columns[Column("Classes", order="ascending")] = counts(classes)
-        columns[Column("Most frequent", order="")] = [
-            Cell(_labels(client.counts, comparable[0].class_names)) for client in listed
-        ]
-    title = f"Clients, the {f'worst {metric.noun}' if names else 'fewest samples'} first"
-    return (
-        title,
-        table_of(columns),
-        _caption(comparable, len(clients), bool(names)) if clients else "",
-    )
+    columns[Column("Samples", order="ascending")] = _counts(map(sum, counts))
+    if comparable and len(comparable[0].label_counts[0]) > 1:
+        classes = [sum(count > 0 for count in line) for line in counts]
+        columns[Column("Classes", order="ascending")] = _counts(classes)
+        labels = [_labels(line, comparable[0].class_names) for line in counts]
+        columns[Column("Most frequent", order="")] = list(map(Cell, labels))
+    title = f"Clients, the {f'worst {metric.noun}' if measured else 'fewest samples'} first"
+    caption = _caption(comparable, len(clients), measured) if len(clients) else ""
+    return title, table_of(columns), caption
+
+
+def _counts(counts: Iterable[int]) -> list[Cell]:
+    return [Cell(f"{count:,}", count) for count in counts]
 
 
 def _caption(comparable: Sequence[RunSummary], clients: int, measured: bool) -> str:

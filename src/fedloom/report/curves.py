@@ -4,10 +4,9 @@ seeds, and their figure.
 
 import html
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import plotly.graph_objects as go
 
 from fedloom.config.fields import require_one_of
@@ -16,7 +15,8 @@ from fedloom.report.figures import SHARES, Style, framed, pale, styles
 from fedloom.report.summary import RunSummary, by_algorithm, by_round, simulated_seconds
 from fedloom.report.units import byte_unit
 
-Floats = npt.NDArray[np.float64]
+if TYPE_CHECKING:
+    import pandas
 
 AXES = {"round": "Round", "bytes": "Sent, down and up, {unit}", "seconds": "Seconds"}
 """Axes of a curve with their titles: the round, or the cost until its end. Seconds are those of the
@@ -40,60 +40,48 @@ POINTS = 400  # of a curve that are drawn: about as many as a screen can show
 FEW = 8  # methods that share one hover box
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A method's curve; all arrays are `[points]`. `std` is the sample standard deviation over
-    `seeds` runs, 0 for one run.
+def curve(
+    runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round"
+) -> "pandas.DataFrame | None":
+    """Return the curve of one method over one of `AXES`.
+
+    It has the rounds for which every run with the measure has a finite value, so a run that stopped
+    early does not bend the mean.
+
+    Args:
+        runs: Runs of the method.
+        measure: Figure of the records.
+        x: The axis.
+
+    Returns:
+        A frame by round with the position `x`, the `mean` over runs and the sample standard
+        deviation `std`, NaN for one run. None without such a round, or without times for `x`.
     """
+    import pandas
 
-    rounds: npt.NDArray[np.int64]
-    x: Floats
-    mean: Floats
-    std: Floats
-    seeds: int
-
-    def thinned(self, points: int) -> "Curve":
-        """Return about `points` of the measured points: both ends, and the lowest and the highest
-        of each of equal stretches.
-        """
-        if len(self.x) <= points:
-            return self
-        drawn = {0, len(self.x) - 1}
-        for stretch in np.array_split(np.arange(len(self.x)), max(1, points // 2)):
-            drawn |= {
-                int(stretch[self.mean[stretch].argmin()]),
-                int(stretch[self.mean[stretch].argmax()]),
-            }
-        index = np.array(sorted(drawn))
-        return Curve(
-            self.rounds[index], self.x[index], self.mean[index], self.std[index], self.seeds
-        )
-
-
-def curve(runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round") -> Curve | None:
-    """Return the curve of one method's `runs` over one of `AXES`, of the rounds for which every run
-    with the measure has a finite value, so that a run that stopped early does not bend the mean;
-    None without such a round, or without times for `x`.
-    """
     require_one_of("x", x, tuple(AXES))
     recorded = {k: series for k, run in enumerate(runs) if (series := by_round(run, measure))}
-    if not recorded:
+    values = pandas.DataFrame(recorded).sort_index()
+    values = values[np.isfinite(values).all(axis=1)]
+    positions = pandas.DataFrame({k: _positions(runs[k], x) for k in recorded})
+    along = positions.reindex(values.index)
+    if values.empty or along.isna().any(axis=None):
         return None
-    rounds = sorted(set.intersection(*(set(series) for series in recorded.values())))
-    rounds = [
-        number
-        for number in rounds
-        if all(np.isfinite(series[number]) for series in recorded.values())
-    ]
-    positions = [_positions(runs[k], x) for k in recorded]
-    if not rounds or any(number not in position for position in positions for number in rounds):
-        return None
-    along = np.array(
-        [[position[number] for number in rounds] for position in positions], dtype=np.float64
-    )
-    values = np.array([[series[number] for number in rounds] for series in recorded.values()])
-    std = values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
-    return Curve(np.array(rounds, dtype=np.int64), along.mean(0), values.mean(0), std, len(values))
+    std = values.std(axis=1)
+    return pandas.DataFrame({"x": along.mean(axis=1), "mean": values.mean(axis=1), "std": std})
+
+
+def thinned(line: "pandas.DataFrame", points: int) -> "pandas.DataFrame":
+    """Return about `points` rows of a curve: both ends, and the lowest and the highest of each of
+    equal stretches.
+    """
+    if len(line) <= points:
+        return line
+    drawn = {0, len(line) - 1}
+    for stretch in np.array_split(np.arange(len(line)), max(1, points // 2)):
+        means = line["mean"].iloc[stretch]
+        drawn |= {int(stretch[means.argmin()]), int(stretch[means.argmax()])}
+    return line.iloc[sorted(drawn)]
 
 
 def measures(metric: Metric) -> dict[str, tuple[str, str]]:
@@ -133,21 +121,16 @@ def learning_curves(
     share = is_share(measure, metric)
     form = ".1%" if share else ".4~g"
     looks = styles(runs)
-    curves = {
-        name: line
-        for name, group in by_algorithm(runs).items()
-        if (line := curve(group, measure, x))
-    }
-    size, unit = (
-        byte_unit(max((line.x[-1] for line in curves.values()), default=0.0))
-        if x == "bytes"
-        else (1, "")
-    )
-    for name, line in curves.items():
-        drawn = replace(line, x=line.x / size).thinned(points)
+    curves = {name: curve(group, measure, x) for name, group in by_algorithm(runs).items()}
+    drawn = {name: line for name, line in curves.items() if line is not None}
+    size, unit = 1, ""
+    if x == "bytes":
+        size, unit = byte_unit(max((line["x"].iloc[-1] for line in drawn.values()), default=0.0))
+    for name, line in drawn.items():
+        points_drawn = thinned(line.assign(x=line["x"] / size), points)
         traces += [
             trace.update(name=html.escape(name), legendgroup=name)
-            for trace in _traces(looks[name], drawn, form)
+            for trace in _traces(looks[name], points_drawn, form)
         ]
     simulated = x == "seconds" and simulated_seconds(runs[0]) is not None
     title = "Simulated seconds" if simulated else AXES[x].format(unit=unit)
@@ -177,13 +160,14 @@ def _positions(run: RunSummary, x: str) -> dict[int, float]:
     return dict(zip(numbers, spent.tolist(), strict=True))
 
 
-def _traces(style: Style, drawn: Curve, form: str) -> Iterator[go.Scatter]:
-    x, several = drawn.x.astype(np.float32), drawn.seeds > 1
+def _traces(style: Style, drawn: "pandas.DataFrame", form: str) -> Iterator[go.Scatter]:
+    x, mean, std = (drawn[name].to_numpy() for name in ("x", "mean", "std"))
+    several = not np.isnan(std).any()
+    x = x.astype(np.float32)
     if several:
-        low, high = drawn.mean - drawn.std, drawn.mean + drawn.std
         yield go.Scatter(
             x=np.concatenate([x, x[::-1]]),
-            y=np.concatenate([high, low[::-1]]).astype(np.float32),
+            y=np.concatenate([mean + std, (mean - std)[::-1]]).astype(np.float32),
             mode="lines",
             line={"width": 0},
             fill="toself",
@@ -193,8 +177,8 @@ def _traces(style: Style, drawn: Curve, form: str) -> Iterator[go.Scatter]:
         )
     yield go.Scatter(
         x=x,
-        y=drawn.mean.astype(np.float32),
-        customdata=drawn.std.astype(np.float32) if several else None,
+        y=mean.astype(np.float32),
+        customdata=std.astype(np.float32) if several else None,
         mode="lines+markers" if len(x) <= 2 else "lines",
         line={"color": style.colour, "width": 2, "dash": style.dash},
         hovertemplate=f"%{{y:{form}}}" + (f" ± %{{customdata:{form}}}" if several else ""),
