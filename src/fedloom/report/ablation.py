@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from fedloom.config.expression import Call, parse, show
 from fedloom.errors import FedloomError
 from fedloom.method import algorithms, method_fields
-from fedloom.report.figures import DASHES, SHARES, Style, framed, wrapped
+from fedloom.report.figures import DASHES, SHARES, Style, framed, number_format, wrapped
 from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary, Spread, dotted
 
@@ -103,7 +103,7 @@ def ablation_figure(
     traces: list[go.Scatter | go.Bar] = []
     for k, line in enumerate(lines[:LINES]):
         trace = _trace(
-            line, looks, methods[:k].count(line.method), numeric, ".2%" if share else ".4~g"
+            line, looks, methods[:k].count(line.method), numeric, number_format(share, 2)
         )
         label = line.method if by_method and line.method else line.label
         traces.append(trace.update(name=wrapped(label, NAME), legendgroup=line.method))

@@ -105,7 +105,7 @@ def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
         drawn = {x: learning_curves(runs, measure, x) for x in AXES}
         if variants := {x: figure for x, figure in drawn.items() if figure.data}:
             if not curves and _seed_count(runs) > 1:
-                caption += " Mean over seeds, band ± one standard deviation."
+                caption += figures.BAND
             name = f"curve-{measure}" if measure in usual else f"other-{measure}"
             curves.append(ReportFigure(slug(name), title, caption, variants, "x"))
     return curves

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from fedloom.config.fields import require_one_of
 from fedloom.objectives import ACCURACY, Metric
-from fedloom.report.figures import SHARES, Style, framed, pale, styles
+from fedloom.report.figures import SHARES, Style, framed, number_format, of_method, pale, styles
 from fedloom.report.summary import RunSummary, by_algorithm, by_round, simulated_seconds
 from fedloom.report.units import byte_unit
 
@@ -119,7 +119,7 @@ def learning_curves(
     metric = runs[0].metric if runs else ACCURACY
     measure = measure or metric.name
     share = is_share(measure, metric)
-    form = ".1%" if share else ".4~g"
+    form = number_format(share)
     looks = styles(runs)
     curves = {name: curve(group, measure, x) for name, group in by_algorithm(runs).items()}
     drawn = {name: line for name, line in curves.items() if line is not None}
@@ -129,8 +129,7 @@ def learning_curves(
     for name, line in drawn.items():
         points_drawn = thinned(line.assign(x=line["x"] / size), points)
         traces += [
-            trace.update(name=html.escape(name), legendgroup=name)
-            for trace in _traces(looks[name], points_drawn, form)
+            trace.update(of_method(name)) for trace in _traces(looks[name], points_drawn, form)
         ]
     simulated = x == "seconds" and simulated_seconds(runs[0]) is not None
     title = "Simulated seconds" if simulated else AXES[x].format(unit=unit)

@@ -26,6 +26,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SEQUENCE = "Viridis"  # from early to late, and from low to high
 
+BAND = " Mean over seeds, band ± one standard deviation."  # ends a caption
+ROUNDS = {"title": "Round", "rangemode": "tozero"}  # an axis
+
 SHARES = {"tickformat": ".2~%", "autorangeoptions": {"clipmin": -0.02, "clipmax": 1.02}}
 """An axis of shares in per cent. Plotly extends the range of a constant curve beyond 0 and 100 %;
 this prevents it.
@@ -79,25 +82,17 @@ def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
     a method.
     """
     metric = runs[0].metric if runs else ACCURACY
-    shown = f"%{{x:{'.2%' if metric.share else '.4~g'}}}<extra>%{{fullData.name}}</extra>"
+    shown = f"%{{x:{number_format(metric.share, 2)}}}<extra>%{{fullData.name}}</extra>"
     traces: list[go.Scatter] = []
     for name, group in by_algorithm(runs).items():
         scores = {run.seed: value for run in group if (value := final(run)) is not None}
         if scores:
-            colour, y, x = (
-                styles(runs)[name].colour,
-                [wrapped(name)] * len(scores),
-                list(scores.values()),
-            )
+            colour = styles(runs)[name].colour
+            y, x = [wrapped(name)] * len(scores), list(scores.values())
             bar = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}}
             dot = {"size": 10, "color": colour, "opacity": 0.55}
             seeds = {"customdata": list(scores), "hovertemplate": f"seed %{{customdata}}: {shown}"}
-            look = {
-                "legendgroup": name,
-                "name": html.escape(name),
-                "showlegend": False,
-                "mode": "markers",
-            }
+            look = {**of_method(name), "showlegend": False, "mode": "markers"}
             traces.append(
                 go.Scatter(
                     x=[sum(x) / len(x)], y=y[:1], marker=bar, hovertemplate=f"mean {shown}", **look
@@ -148,6 +143,16 @@ def label_distribution(
         xaxis={"title": "Client", "type": "category", "showgrid": False, **across},
         yaxis={"title": "Class", "type": "category", **up},
     )
+
+
+def of_method(name: str) -> dict[str, Any]:
+    """Return the keys by which a trace belongs to a method."""
+    return {"legendgroup": name, "name": html.escape(name)}
+
+
+def number_format(share: bool, digits: int = 1) -> str:
+    """Return Plotly's format of a share in per cent, or of another number with four digits."""
+    return f".{digits}%" if share else ".4~g"
 
 
 def evenly_spaced(count: int, limit: int = 60) -> list[int]:

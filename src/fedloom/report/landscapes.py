@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from fedloom.report.figures import SEQUENCE, Style, framed
+from fedloom.report.figures import SEQUENCE, Style, framed, of_method
 
 LEVELS = 24  # contour lines from the lowest to the highest loss
 
@@ -36,7 +36,7 @@ def landscape(method: str, entry: Entry, scale: Sequence[Entry]) -> go.Figure:
     low, high = _log(min(losses)), _log(max(losses))
     high = max(high, low + 1e-3)
     ticks = np.linspace(low, high, 5)
-    common: dict[str, Any] = {"legendgroup": method, "name": html.escape(method)}
+    common = of_method(method)
     surface = go.Contour(
         x=entry["x"],
         y=entry["y"],
@@ -60,12 +60,13 @@ def landscape(method: str, entry: Entry, scale: Sequence[Entry]) -> go.Figure:
         **common,
     )
     edge = {"showgrid": False, "constrain": "domain", "range": [entry["x"][0], entry["x"][-1]]}
-    across, up = (
-        {**edge, "title": "First direction"},
-        {**edge, "title": "Second direction", "scaleanchor": "x"},
-    )
     return framed(
-        [surface, model], 440, xaxis=across, yaxis=up, hovermode="closest", showlegend=False
+        [surface, model],
+        440,
+        xaxis={**edge, "title": "First direction"},
+        yaxis={**edge, "title": "Second direction", "scaleanchor": "x"},
+        hovermode="closest",
+        showlegend=False,
     )
 
 
@@ -81,19 +82,22 @@ def cross_sections(entries: Mapping[str, Entry], looks: Mapping[str, Style]) -> 
             ("first", "second"), ("solid", "dot"), cuts, strict=True
         ):
             line = {"color": looks[name].colour, "width": 2.5, "dash": dash}
-            label, hover = (
-                f"{html.escape(name)}, {direction}",
-                "%{y:.4~g} at %{x:.3~g}<extra>%{fullData.name}</extra>",
-            )
             cut = go.Scatter(
-                x=entry["x"], y=values, mode="lines", line=line, name=label, hovertemplate=hover
+                x=entry["x"],
+                y=values,
+                mode="lines",
+                line=line,
+                hovertemplate="%{y:.4~g} at %{x:.3~g}<extra>%{fullData.name}</extra>",
+                name=f"{html.escape(name)}, {direction}",
             )
             traces.append(cut.update(legendgroup=name))
-    xaxis, yaxis = (
-        {"title": "Distance from the model, in filter norms"},
-        {"title": "Loss", "rangemode": "tozero"},
+    return framed(
+        traces,
+        380,
+        xaxis={"title": "Distance from the model, in filter norms"},
+        yaxis={"title": "Loss", "rangemode": "tozero"},
+        hovermode="closest",
     )
-    return framed(traces, 380, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
 
 
 def trajectories(

@@ -11,12 +11,15 @@ from plotly.colors import sample_colorscale
 
 from fedloom.report.curves import is_share, learning_curves, title_of
 from fedloom.report.figures import (
+    BAND,
+    ROUNDS,
     SEQUENCE,
     SHARES,
     ReportFigure,
     Style,
     evenly_spaced,
     framed,
+    number_format,
     pale,
     styles,
 )
@@ -24,7 +27,9 @@ from fedloom.report.landscapes import Entry, cross_sections, landscape, trajecto
 from fedloom.report.summary import RunSummary, by_algorithm
 
 LOCAL_MODELS = 10  # of a method, drawn as lines of their own
-ROUNDS = 12  # of ALA's learning that are drawn, evenly spaced, the first and the last among them
+DRAWN_ROUNDS = (
+    12  # of ALA's learning that are drawn, evenly spaced, the first and the last among them
+)
 LIMIT = 24  # figures of recorded values on one page
 # the part of the colour scale that is visible on white and on near black alike
 EARLY, LATE = 0.35, 0.88
@@ -64,10 +69,10 @@ def of_kind(runs: Sequence[RunSummary], kind: str) -> list[Recorded]:
 
 def _ala_losses(run: RunSummary, recorded: Entry) -> ReportFigure:
     """Draw the loss of each epoch of ALA's learning, a line a round from early to late; up to
-    `ROUNDS` rounds.
+    `DRAWN_ROUNDS` rounds.
     """
     rounds, losses = recorded["rounds"], recorded["losses"]
-    shown = evenly_spaced(len(rounds), ROUNDS)
+    shown = evenly_spaced(len(rounds), DRAWN_ROUNDS)
     low, high = rounds[shown[0]], rounds[shown[-1]]
     shares = [EARLY + (LATE - EARLY) * (rounds[k] - low) / max(1, high - low) for k in shown]
     lines = [
@@ -130,7 +135,7 @@ def _curves(
     return framed(
         traces,
         380,
-        xaxis={"title": "Round", "rangemode": "tozero"},
+        xaxis=ROUNDS,
         yaxis=yaxis,
         hovermode="closest",
     )
@@ -149,14 +154,10 @@ def _objectives(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
 
 def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
     if recorded := of_kind(runs, "similarity"):
-        dotted = (
-            "; dotted, of the pool that the server keeps"
-            if any("pool" in entry for _, entry in recorded)
-            else ""
-        )
-        caption = (
-            f"over all pairs of models that the clients uploaded in a round{dotted}.{_band(runs)}"
-        )
+        pool = any("pool" in entry for _, entry in recorded)
+        dotted = "; dotted, of the pool that the server keeps" if pool else ""
+        uploaded = f"over all pairs of models that the clients uploaded in a round{dotted}."
+        caption = f"{uploaded}{_band(runs)}"
         lines = {"uploaded": ("", "solid"), "pool": (", pool", "dot")}
         yaxis = {"title": "Mean cosine similarity", "hoverformat": ".5~g"}
         figure = _curves(runs, "similarity", lines, "pool_cosine", yaxis)
@@ -201,7 +202,7 @@ def _local_models(
         margin = 0.05 * ((high - low) or 1.0)
         for run, entry in recorded:
             name, share = run.algorithm, is_share(measure, run.metric)
-            number = f"%{{y:{'.1%' if share else '.4~g'}}}"
+            number = f"%{{y:{number_format(share)}}}"
             common: dict[str, Any] = {
                 "mode": "lines+markers",
                 "connectgaps": True,
@@ -233,8 +234,7 @@ def _local_models(
             )
             limits = {**(SHARES if share else {}), "range": [low - margin, high + margin]}
             yaxis = {"title": title_of(measure, run.metric), **limits}
-            xaxis = {"title": "Round", "rangemode": "tozero"}
-            figure = framed([*traces, thick], 340, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
+            figure = framed([*traces, thick], 340, xaxis=ROUNDS, yaxis=yaxis, hovermode="closest")
             count = len(entry["slots"])
             models = (
                 f"the first {LOCAL_MODELS} of {count} models" if count > LOCAL_MODELS else "models"
@@ -297,8 +297,4 @@ def _trajectories(
 
 
 def _band(runs: Sequence[RunSummary]) -> str:
-    return (
-        " Mean over seeds, band ± one standard deviation."
-        if len({run.seed for run in runs}) > 1
-        else ""
-    )
+    return BAND if len({run.seed for run in runs}) > 1 else ""
