@@ -34,9 +34,9 @@ class Landscape(Recorder):
 
     d1 and d2 are Gaussian, then scaled filter by filter to the norms of the model. Only
     `directions` draws them, so that runs of one architecture use the same directions. L is the mean
-    cross entropy in evaluation mode on `samples` evenly spaced samples of the clients' training
-    data (`data=train`) or of the test set (`data=test`), at `grid` x `grid` points. Costs grid^2 *
-    samples forward passes, once, after the last round.
+    cross entropy in evaluation mode, at `grid` x `grid` points. It is computed on `samples` evenly
+    spaced samples of the clients' training data (`data=train`) or of the test set (`data=test`).
+    Costs grid^2 * samples forward passes, once, after the last round.
 
     Source: Li et al. 2018, arXiv 1712.09913, section 4; Hu et al. 2022 (FedMR), figure 6 (figure 7
     in the KDD 2024 version).

@@ -88,9 +88,10 @@ def _measures(context: RunContext) -> tuple[str, ...]:
 class Similarity(Recorder):
     """Mean cosine similarity of the uploaded models and, for methods with a pool, of the pool.
 
-    The mean of w_i . w_j / (|w_i| |w_j|) over all pairs i < j, of the trainable parameters, for the
-    models `uploaded` in the round and for the `pool` after it. Recorded in every round with a
-    number that `every` divides and with at least two uploaded models.
+    The similarity is the mean of w_i . w_j / (|w_i| |w_j|) over all pairs i < j, of the trainable
+    parameters. It is computed for the models `uploaded` in the round and for the `pool` after it.
+    Recorded in every round with a number that `every` divides and with at least two uploaded
+    models.
 
     Source: Hu et al. 2022 (FedMR), figure 5 (figure 6 in the KDD 2024 version); the authors' code
     averages over blocks.
@@ -117,10 +118,10 @@ class Similarity(Recorder):
 class TrainingObjective(Recorder):
     """The training objective over a round's clients, of the received and of the uploaded models.
 
-    F = sum_i n_i f_i(w_i) / sum_i n_i over the clients that replied, with n_i training samples each
-    and f_i the mean cross entropy on them in evaluation mode; w_i is the received model (`before`)
-    or the uploaded model (`after`; under `ala` the step includes the blending). Recorded in every
-    round with a number that `every` divides.
+    F = sum_i n_i f_i(w_i) / sum_i n_i over the clients that replied. Client i has n_i training
+    samples, and f_i is the mean cross entropy on them in evaluation mode. w_i is the received model
+    (`before`) or the uploaded model (`after`). Under `ala` the step includes the blending. Recorded
+    in every round with a number that `every` divides.
 
     Source: Zhang et al. 2023 (FedALA), figure 5.
     """

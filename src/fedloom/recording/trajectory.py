@@ -29,10 +29,11 @@ FLAT = 1e-6
 class Trajectory(Recorder):
     """The trained models of `client` in rounds `first` to `last`, and the loss in their plane.
 
-    After the run: the models' trainable parameters in the plane of their two principal components
-    (`principal_plane`), and the client's mean training loss in evaluation mode on `grid` x `grid`
-    points of that plane, which reach 20 % beyond the path on each side. On the grid, floating-point
-    buffers are the mean over the recorded models. `last` is by default the last round.
+    `last` is by default the last round. After the run, the models' trainable parameters are
+    projected to the plane of their two principal components (`principal_plane`). The client's mean
+    training loss in evaluation mode is computed on `grid` x `grid` points of that plane, which
+    reach 20 % beyond the path on each side. On the grid, floating-point buffers are the mean over
+    the recorded models.
 
     Source: Zhang et al. 2023 (FedALA), figure 4.
     """

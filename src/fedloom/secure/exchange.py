@@ -1,9 +1,11 @@
 """Four stages of secure model recombination, for envelopes or for any other items per layer.
 
-Peers hold one model of U layers each. In one repeat every peer sends n layers, n uniform in [low,
-high], to peers chosen at random (stage 1). It puts each received layer into the buffer of the
-layer's index (stage 2), returns for each received layer a random one of that buffer (stage 3) and
-stores the returned layers (stage 4).
+Peers hold one model of U layers each. One repeat has four stages:
+
+1. Every peer sends n layers, n uniform in [low, high], to peers chosen at random.
+2. It stores each received layer in the buffer of the layer's index.
+3. It returns a random layer of that buffer for each received one.
+4. It stores the returned layers.
 
 Source: Hu et al., arXiv 2208.07677, appendix B, algorithm 2. Its line 9 must empty the buffer of
 the layer's index, not of the loop counter.

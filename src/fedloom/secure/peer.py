@@ -258,7 +258,7 @@ class Peer:
         return [self._letter(peer, wire.CONFIRMATION, 0) for peer in self.others]
 
     def _send(self) -> list[Letter]:
-        """Begin the next repeat (stage 1): announce the layer count to each peer, and send them."""
+        """Begin the next repeat (stage 1): announce the numbers of layers, then send the layers."""
         low, high = self.rules.bounds(len(self.offered))[self.terms.repeat(self.step) - 1]
         going = self.holding.send(low, high, self._draw("send"))
         counts = Counter(sent.peer for sent in going)

@@ -87,14 +87,15 @@ class Predictor:
         """Return the prediction for each sample.
 
         Args:
-            data: A table of pandas, Polars or Arrow with the columns of the training data, in any
-                order; an array; for pictures the path of a file or several paths; for text, texts.
+            data: A table of pandas, Polars or Arrow with the columns of the training data in any
+                order, or an array. For pictures, the path of a file or several paths; for text,
+                texts.
 
         Returns:
-            For classification the class of each sample `[n]`, by its name (integers or booleans if
-                the labels were); for several labels 0 or 1 for each class `[n, classes]`; for
-                regression numbers in the target's units, `[n]` or `[n, d]`; for tokens and pixels
-                the class at every position; else the model's outputs.
+            Depends on the objective. Classification: the class of each sample `[n]`, by its name
+                (integers or booleans if the labels were). Several labels: 0 or 1 for each class
+                `[n, classes]`. Regression: numbers in the target's units, `[n]` or `[n, d]`. Tokens
+                and pixels: the class at every position. Otherwise: the model's outputs.
 
         Raises:
             DataError: A column is missing or of another type, a cell is empty, or a picture is

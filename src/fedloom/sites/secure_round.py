@@ -1,8 +1,8 @@
 """Server half of a round of secure recombination over Flower.
 
 It carries the sites' parcels, and opens the envelopes that they upload. A site sends its trained
-model to no other party: the server requests it to train, to exchange, and then to upload envelopes
-with layers of any site.
+model to no other party. The server requests it to train, then to exchange layers, and then to
+upload envelopes with layers of any site.
 """
 
 import logging
@@ -181,10 +181,10 @@ class SecureRound:
 
         Only one exchange runs before upload, whatever its result: from a second one among fewer
         sites the server would learn the owners of the missing layers. Therefore the layers at a
-        site are lost if it does not upload, like those layers in a simulation if a client drops out
-        after the exchange before training. A layer that cannot be used is replaced by the layer of
-        the model that the server had sent, regardless of which site spoilt it. Weights that are not
-        finite are replaced in the same way.
+        site are lost if it does not upload. In a simulation, layers are lost in the same way if a
+        client drops out after the exchange before training. A layer that cannot be used is replaced
+        by the layer of the model that the server had sent, regardless of which site spoilt it.
+        Weights that are not finite are replaced in the same way.
         """
         key = ServerKey()
         courier, faults = self._exchange("before_upload", [reply.job for reply in replies], key)

@@ -33,8 +33,9 @@ def dataset_of(
         data: Name of a data set, or data.
         target: Column of a table to learn.
         group: Column of a table that names the owner of each row.
-        objective: Objective in place of that of the data.
-        metrics: Figures that are recorded beside those of the objective.
+        objective: Objective in place of the data's objective.
+        metrics: Figures that are recorded beside the objective's.
+
 
     Returns:
         The data set with its objective and metrics.
