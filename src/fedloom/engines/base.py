@@ -20,7 +20,7 @@ from fedloom.state.store import ClientStore
 from fedloom.task import Task
 
 # An engine is a class (task, *, options) that registers itself: @engines.register("rows").
-engines: Registry[Callable[..., Any]] = Registry("engine", "fedloom.engines")
+engines: Registry[Callable[..., Any]] = Registry("engine", "fedloom.engines", "fedloom.engines.ray")
 
 
 @dataclass(frozen=True)
