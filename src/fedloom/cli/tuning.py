@@ -48,7 +48,7 @@ def tune(
     from fedloom.runs.config_file import put, read_table
     from fedloom.runs.settings import label
     from fedloom.study.search import searches
-    from fedloom.study.tune import carry_out
+    from fedloom.study.tune import run_search
 
     searched: dict[str, Any] = {}
     for text in search or []:
@@ -59,6 +59,6 @@ def tune(
         if changes:
             print(f"\n{label(changes)}")
         show = partial(shown, rounds=space.configuration.rounds, quiet=quiet)
-        result = carry_out(space, show, trials, optuna, test)
+        result = run_search(space, show, trials, optuna, test)
         Console(highlight=False).print(shown_table(result.shown))
         print("\n".join(result.notes))

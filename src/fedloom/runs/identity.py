@@ -38,7 +38,8 @@ def task_digests(task: Task) -> dict[str, str]:
     """
     data, split, start = Digest(), Digest(), Digest()
     for samples in (task.train, task.test):
-        chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()
+        count = len(samples)
+        chosen = torch.linspace(0, max(count - 1, 0), min(count, _SAMPLED)).long()
         inputs = in_memory(samples.inputs[chosen.to(samples.inputs.device)])
         for tensor in (samples.labels, inputs):
             data.update(tensor.contiguous().cpu().numpy().tobytes())

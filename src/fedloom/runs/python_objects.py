@@ -83,19 +83,17 @@ def code_digest(objects: Iterable[object]) -> str:
     It covers the compiled code and plain attributes. These change with the behaviour of the code and
     not with comments or lines.
     """
-    code, inner = io.StringIO(), list(objects)
-    values = [
-        [k, v]
-        for each in inner
-        for k, v in vars(each).items()
-        if isinstance(v, bool | int | float | str)
-    ]
-    parts = (source for each in inner for source in (*type(each).__mro__, *vars(each).values()))
-    for source in dict.fromkeys(
-        source for source in parts if isinstance(source, type) or hasattr(source, "__code__")
-    ):
+    sources: dict[Any, None] = {}  # in order, each once
+    values = []
+    for item in objects:
+        attributes = vars(item)
+        values += [[k, v] for k, v in attributes.items() if isinstance(v, bool | int | float | str)]
+        for source in (*type(item).__mro__, *attributes.values()):
+            if isinstance(source, type) or hasattr(source, "__code__"):
+                sources[source] = None
+    code = io.StringIO()
+    for source in sources:
         if not str(source.__module__).startswith(("fedloom.", "builtins", "torch.")):
             dis.dis(source, file=code)
-    return digest(
-        re.sub(r"0x\w+|file .*? line \d+|(?m:^ *\d+ )", "", code.getvalue()) + repr(values)
-    )
+    plain = re.sub(r"0x\w+|file .*? line \d+|(?m:^ *\d+ )", "", code.getvalue())
+    return digest(plain + repr(values))

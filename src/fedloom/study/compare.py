@@ -88,29 +88,22 @@ def python_table(
     if not seeds:
         raise InvalidValue("nothing to run: give at least one seed")
     task = objects.task(seeds[0])
-    personal = (
-        {"measure": "personal"}
-        if options.get("personal_every") and task.local_test is not None
-        else {}
-    )
     if options.get("measure") == "personal" and task.local_test is None:
         raise InvalidValue(
             "measure = 'personal' needs test data of the clients' own: give the task local_test=0.25"
         )
     folder = tempfile.mkdtemp(prefix="fedloom-") if directory is None else str(directory)
-    table = {
-        key: asdict(value) if isinstance(value, Clock | Stop) else value
-        for key, value in options.items()
-    }
-    table |= {"seeds": seeds, "directory": folder, "device": str(task.initial.device)}
-    return {"name": Path(folder).name, **personal, **table}
+    table: dict[str, Any] = {"name": Path(folder).name}
+    if options.get("personal_every") and task.local_test is not None:
+        table["measure"] = "personal"
+    for key, value in options.items():
+        table[key] = asdict(value) if isinstance(value, Clock | Stop) else value
+    return table | {"seeds": seeds, "directory": folder, "device": str(task.initial.device)}
 
 
 def labelled(methods: Mapping[str, Method | str] | Sequence[Method | str]) -> dict[str, Method]:
     """Return methods by label, by default their expression. Raises as `build`."""
     if isinstance(methods, Mapping):
         return {name: build(method) for name, method in methods.items()}
-    built = [
-        build(method) for method in ([methods] if isinstance(methods, str | Method) else methods)
-    ]
-    return {str(method): method for method in built}
+    listed = [methods] if isinstance(methods, str | Method) else methods
+    return {str(method): method for method in map(build, listed)}

@@ -79,24 +79,19 @@ class Comparison:
         return failed
 
     def jobs(self, *, reuse: bool = True) -> list[RunJob]:
-        """Return every run with its directory; with `reuse`, a finished one with the same
-        configuration stands for it.
-        """
+        """Return every run with its directory; with `reuse` that of an equal finished run."""
         finished = finished_runs(self.configuration.folder) if reuse else {}
-        return [
-            job_of(self.configuration.settings[name.setting], name, finished) for name in self.names
-        ]
+        settings = self.configuration.settings
+        return [job_of(settings[name.setting], name, finished) for name in self.names]
 
     def result(self, failed: Mapping[RunName, str]) -> ComparisonResult:
         """Read the finished runs; `failed` holds the reasons of the others."""
-        plan = self.configuration
-        runs = [
-            StoredRun(
-                job.name.setting, job.path, job.summary(), plan.settings[job.name.setting].changes
-            )
-            for job in self.jobs()
-            if job.name not in failed
-        ]
+        plan, runs = self.configuration, []
+        for job in self.jobs():
+            if job.name not in failed:
+                setting = job.name.setting
+                changes = plan.settings[setting].changes
+                runs.append(StoredRun(setting, job.path, job.summary(), changes))
         options = ReportOptions(
             plan.name, tuple(plan.targets), self.command, plan.last, plan.against, plan.measure
         )

@@ -34,22 +34,20 @@ def search_optuna(
     """
     optuna = import_extra("optuna", "tune", "fedloom tune --optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    seed = search.configuration.seed
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
-        sampler = optuna.samplers.TPESampler(
-            seed=search.configuration.seed, constant_liar=batch_size > 1
-        )
+        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=batch_size > 1)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     space = {key: _distribution(optuna, axis) for key, axis in search.axes.items()}
     completed: list[Trial] = []
     while len(completed) < trials:
         suggestions = [study.ask(space) for _ in range(min(batch_size, trials - len(completed)))]
-        batch = [
-            search.trial(
-                number,
-                {key: _value(axis, suggestion.params[key]) for key, axis in search.axes.items()},
-            )
-            for number, suggestion in enumerate(suggestions, start=len(completed) + 1)
-        ]
+        batch = []
+        for number, suggestion in enumerate(suggestions, start=len(completed) + 1):
+            values = {
+                key: _value(axis, suggestion.params[key]) for key, axis in search.axes.items()
+            }
+            batch.append(search.trial(number, values))
         run(batch)
         for trial, suggestion in zip(batch, suggestions, strict=True):
             failed = optuna.trial.TrialState.FAIL if trial.score is None else None

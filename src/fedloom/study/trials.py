@@ -24,7 +24,7 @@ from fedloom.study.stored_runs import StoredRun
 
 
 def jobs_of(trials: Sequence[Trial]) -> dict[RunName, RunJob]:
-    """Return the runs of the trials, with all their seeds; trials that are alike share theirs."""
+    """Return the runs of all seeds of the trials; equal trials share runs."""
     finished = finished_runs(trials[0].configuration.folder)
     names = {trial.name(seed): trial.configuration for trial in trials for seed in trial.seeds}
     return {name: job_of(configuration, name, finished) for name, configuration in names.items()}
@@ -33,7 +33,7 @@ def jobs_of(trials: Sequence[Trial]) -> dict[RunName, RunJob]:
 def run_trials(
     trials: Sequence[Trial], pool: RunPool, watch: Watch, stopped: Callable[[], bool]
 ) -> None:
-    """Make the runs that are not finished yet and note the measure of all."""
+    """Make the unfinished runs and note the measure of all."""
     jobs = jobs_of(trials)
     failed = pool.run(unfinished(jobs.values(), watch), watch, False, stopped)
     for trial in trials:
@@ -69,23 +69,19 @@ def write_trials(search: Search, trials: Sequence[Trial]) -> None:
     ]
     write_text(search.folder / "trials.csv", csv_text(lines, ["trial"]))
     if search.objects is None:
-        table = {
-            **search.chosen(best_of(trials).changes),
-            "name": f"{search.configuration.name}-best",
-        }
+        table = search.chosen(best_of(trials).changes)
+        table["name"] = f"{search.configuration.name}-best"
         write_text(search.folder / "best.toml", tomli_w.dumps(table))
 
 
 def final_trial(search: Search, best: Trial) -> Trial:
-    """Return the trial that trains the best choice on all training data and judges it on the test
-    data, which happens once.
-    """
+    """Return the only trial that trains on all training data and is judged on the test data."""
     path = search.folder / "tested.json"
     choice = {key: plain_text(value) for key, value in best.changes.items()}
     if path.exists() and (tested := read_json(path, dict, f"remove {path}")) != choice:
         raise InvalidValue(
-            f"the test data of this search were used once, for {label(tested)}: a second choice tested on them is no test "
-            f"any more (remove {path} to do it all the same)"
+            f"the test data of this search were used once, for {label(tested)}: a second choice "
+            f"tested on them is no test any more (remove {path} to do it all the same)"
         )
     settings = {"data.validation": "none", "directory": str(search.folder / "test")}
     if search.configuration.measure == "best":

@@ -21,7 +21,7 @@ from fedloom.study.compare import labelled, python_table
 from fedloom.study.cores import runs_side_by_side
 from fedloom.study.jobs import Tasks, require_possible
 from fedloom.study.pools import make_pool
-from fedloom.study.search import Search, best_of
+from fedloom.study.search import Search, Trial, best_of
 from fedloom.study.suggest import TRIALS, search_optuna
 from fedloom.study.trials import final_trial, jobs_of, run_trials, write_trials
 from fedloom.study.tune_result import TuneResult
@@ -82,46 +82,59 @@ def tune(
         with progress(runs, space.configuration.rounds, quiet) as watch:
             yield watch, lambda: False
 
-    result = carry_out(space, show, trials, optuna, test)
+    result = run_search(space, show, trials, optuna, test)
     if directory is None:
         weakref.finalize(result, rmtree, table["directory"], ignore_errors=True)
     return result
 
 
-def carry_out(
+def run_search(
     search: Search, show: Show, trials: int | None, optuna: bool, test: bool
 ) -> TuneResult:
-    """Make the trials of a search, or go on with them, and write them. Raises as `fl.tune`."""
+    """Make the trials of a search that are not finished, and write all. Raises as `fl.tune`.
+
+    Args:
+        search: The space.
+        show: Shows the progress of runs.
+        trials: Number of trials; None for all of a grid.
+        optuna: Let Optuna suggest the trials.
+        test: Score the best choice on the test data.
+
+    Returns:
+        The trials, and the best.
+    """
     if trials is not None:
         require_at_least("trials", trials, 1)
     plan, tasks = search.configuration, Tasks()
     completed = [] if optuna else search.grid(trials)
     count = (trials or TRIALS) if optuna else len(completed)
-    runs = count * len(plan.seeds or [plan.seed])
-    # Optuna waits for the trials under way
-    workers = plan.runs_at_a_time if optuna else runs_side_by_side(plan, runs)
-    with closing(
-        make_pool(replace(plan, workers=workers), workers if optuna else runs, runs, tasks)
-    ) as pool:
+    runs = at_a_time = count * len(plan.seeds or [plan.seed])
+    if optuna:  # it waits for the trials in progress
+        workers = at_a_time = plan.runs_at_a_time
+    else:
+        workers = runs_side_by_side(plan, runs)
+    tested = None
+    with closing(make_pool(replace(plan, workers=workers), at_a_time, runs, tasks)) as pool:
         with show(runs) as (watch, stopped):
             if optuna:
-                completed = search_optuna(
-                    search, lambda batch: run_trials(batch, pool, watch, stopped), count, workers
-                )
+
+                def run_batch(batch: list[Trial]) -> None:
+                    run_trials(batch, pool, watch, stopped)
+
+                completed = search_optuna(search, run_batch, count, workers)
             else:
-                require_possible(
-                    [job for job in jobs_of(completed).values() if not job.finished], tasks
-                )
+                jobs = jobs_of(completed).values()
+                require_possible([job for job in jobs if not job.finished], tasks)
                 run_trials(completed, pool, watch, stopped)
-        best, tested = best_of(completed), None
+        best = best_of(completed)
         write_trials(search, completed)
         if test:
             with show(len(best.seeds)) as (watch, stopped):
                 tested = final_trial(search, best)
                 run_trials([tested], pool, watch, stopped)
-    # trials that are alike share runs
-    runs_by_path = {run.path: run for trial in completed for run in trial.runs}
+    # equal trials share runs
+    unique = {run.path: run for trial in completed for run in trial.runs}
     options = ReportOptions(f"{plan.name}, tuned", (), "", plan.last, plan.against, plan.measure)
     return TuneResult(
-        search.folder, [*runs_by_path.values()], options, trials=completed, tested=tested
+        search.folder, list(unique.values()), options, trials=completed, tested=tested
     )
