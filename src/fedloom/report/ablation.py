@@ -21,7 +21,7 @@ GREY = "#7f7f7f"  # of lines that join several methods
 NAME = 34  # letters of a line's name on one line, so that a legend fits the screen of a phone
 
 METHOD = "method"  # the feature that names a run's method without its parameters
-# begins the feature that says when a stage ends; the method's name follows
+# prefix of the feature with the last round of a stage, before the method's name
 STAGE = "last round of "
 
 # Keys of a configuration that are no settings, or that change nothing that is measured.

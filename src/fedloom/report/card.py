@@ -1,5 +1,5 @@
-"""The model card: what a model was trained on, how, and how good it is, in Markdown; it holds no
-sample of anybody's.
+"""The model card in Markdown: the training data, the training and the figures of a model, without
+any sample.
 """
 
 import statistics

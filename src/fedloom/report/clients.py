@@ -1,4 +1,4 @@
-"""The table of the clients: what each holds and how well it is served, the worst first."""
+"""The table of the clients: their data and the accuracy of their models, the worst first."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -40,8 +40,8 @@ def worst_first(runs: Sequence[RunSummary]) -> "tuple[pandas.DataFrame, pandas.S
 
 
 def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """Return the runs, one a method, that share clients and samples with the first one whose
-    clients were measured (or with the first whose label counts are known).
+    """Return the runs, one a method, that share clients and samples with the first run that
+    measured its clients, or with the first run that has label counts.
     """
     counted = [run for run in runs if run.label_counts]
     leader = next((run for run in counted if run.clients), counted[0] if counted else None)
@@ -56,8 +56,8 @@ def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
 
 
 def client_table(runs: Sequence[RunSummary]) -> "tuple[str, pandas.DataFrame, str]":
-    """Return the title, which names the order, the table of what each client holds and how well it
-    is served, and its caption.
+    """Return the title with the order, the table of the clients' data and accuracies, and its
+    caption.
     """
     (clients, score), comparable, metric = worst_first(runs), same_data(runs), runs[0].metric
     measured = len(clients.columns) > 0
@@ -102,7 +102,7 @@ def _caption(comparable: Sequence[RunSummary], clients: int, measured: bool) -> 
 
 
 def _accuracies(run: RunSummary, several: bool) -> dict[str, dict[int, float]]:
-    """Return the latest accuracy of each client, by what it is the accuracy of."""
+    """Return the latest accuracy of each client, by the model that it describes."""
     tables = {
         kind: dict(zip(table["clients"], table[run.metric.name], strict=True))
         for kind, table in (run.clients[-1] if run.clients else {}).items()

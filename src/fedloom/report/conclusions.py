@@ -1,4 +1,4 @@
-"""Conclusions of a comparison: a sentence for each setting, which says no more than its tests do."""
+"""Conclusions of a comparison: a sentence for each setting, limited to the results of its tests."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -36,7 +36,7 @@ def plain_records(run: RunSummary) -> list[dict[str, Any]]:
 
 
 def result_lines(run: RunSummary) -> list[str]:
-    """Return the figures at the end of a run, and what it cost, as two lines."""
+    """Return the final figures and the costs of a run, as two lines."""
     metric = run.metric
     scores = {f"test {metric.noun}": final(run), "best": best(run), "clients' own": personal(run)}
     texts = [

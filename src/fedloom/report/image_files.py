@@ -89,7 +89,7 @@ def standalone(report_figure: ReportFigure, captions: bool = True) -> go.Figure:
     lines = textwrap.wrap(report_figure.caption, width // 8) if captions else []
     heading = f"<b>{html.escape(report_figure.title)}</b><br>{'<br>'.join(map(html.escape, lines))}"
     top = 55 + 19 * len(lines) if captions else 14
-    # colours and names along an axis say what a legend would
+    # colours and names along an axis replace a legend
     if surface or figure.layout.yaxis.type == "category":
         figure.update_layout(showlegend=False)
     elif figure.layout.showlegend is None:

@@ -50,7 +50,7 @@ PRIVATE = (
     "its epsilon counts on amplification by sampling, which publishing who took part in which round voids: keep to yourself "
     "metrics.jsonl and clients.jsonl, which name the participants, and the table of clients that dropped out below."
 )
-"""Follows the name of a method whose privacy is amplified by sampling the clients of a round."""
+"""Follows the name of a method that amplifies its privacy by sampling the clients of a round."""
 
 Tile = tuple[str, str, str]
 """Name, figure, and a small text below it."""

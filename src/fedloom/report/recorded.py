@@ -26,7 +26,7 @@ from fedloom.report.figures import (
 from fedloom.report.landscapes import Entry, cross_sections, landscape, trajectories
 from fedloom.report.summary import RunSummary, by_algorithm
 
-LOCAL_MODELS = 10  # of a method, drawn as lines of their own
+LOCAL_MODELS = 10  # of a method, each drawn as a line
 DRAWN_ROUNDS = (
     12  # of ALA's learning that are drawn, evenly spaced, the first and the last among them
 )

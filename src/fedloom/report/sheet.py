@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     import pandas
 
 NOT_SIGNIFICANT, T_TEST_ONLY = "ⁿ", "ᵗ"
-"""Follow an accuracy whose difference from the reference is not significant, or is so by the t-test
-only.
+"""Mark an accuracy if its difference from the reference is not significant, or only by the t-test.
 """
 
 RANKED = 3  # settings from which on the ranks of a method have a mean
@@ -265,8 +264,8 @@ class Sheet:
         return any(figure in record for run in self._groups[method] for record in run.records)
 
     def halves(self) -> "tuple[pandas.DataFrame, pandas.DataFrame]":
-        """Split the table into accuracies and costs, without seeds and rounds, which a caption has,
-        and without faults if there are none.
+        """Split the table into accuracies and costs. Seeds and rounds are in a caption; faults are
+        left out if there are none.
         """
         method, _, _, *others, faults = self.table
         costs = [column for column in others if not column.score]

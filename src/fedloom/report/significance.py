@@ -143,13 +143,13 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 
 def smallest_exact(seeds: int) -> float:
-    """Return the smallest p that the exact test can give with so many seeds, 2^(1 - n)."""
+    """Return the smallest p that the exact test can give with this number of seeds, 2^(1 - n)."""
     return float(2.0 ** (1 - seeds))
 
 
 def seeds_needed(comparisons: int) -> int:
-    """Return the fewest seeds with which the exact test can find one of so many differences
-    significant, corrected.
+    """Return the fewest seeds with which the exact test can find one of several corrected
+    differences significant.
     """
     return math.floor(1 + math.log2(comparisons / LEVEL)) + 1
 

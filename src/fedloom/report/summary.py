@@ -29,7 +29,7 @@ ones, or that of the clients' own models on their own test data.
 
 # costs until a target is reached, of which less is better
 TO_TARGET = ("rounds", "bytes", "seconds")
-REAL_SITES = "sites"  # key in the environment of a run whose clients were sites of their own
+REAL_SITES = "sites"  # key in the environment of a run with real sites as clients
 
 
 @dataclass(frozen=True)

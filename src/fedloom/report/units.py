@@ -14,7 +14,7 @@ def byte_text(count: float) -> str:
 
 
 def byte_unit(count: float) -> tuple[int, str]:
-    """Return the decimal unit that suits so many bytes: its size in bytes and its name."""
+    """Return the decimal unit that suits a number of bytes: its size in bytes and its name."""
     for power, unit in enumerate(("B", "kB", "MB", "GB", "TB")):
         if count < 999.5 * 1000**power:
             return 1000**power, unit
@@ -22,7 +22,7 @@ def byte_unit(count: float) -> tuple[int, str]:
 
 
 def time_text(seconds: float) -> str:
-    """Return seconds as people say them: `0.42 s`, `38 s`, `4 min 05 s`, `2 h 07 min`, `4 days`."""
+    """Return seconds as text: `0.42 s`, `38 s`, `4 min 05 s`, `2 h 07 min`, `4 days`."""
     if seconds < 59.5:
         return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
     minutes, remainder = divmod(round(seconds), 60)

@@ -1,1 +1,1 @@
-"""The checker of methods: tiny instrumented rounds whose results must agree (`fedloom check`)."""
+"""Checks methods with tiny instrumented rounds; their results must agree (`fedloom check`)."""

@@ -1,6 +1,4 @@
-"""Check a method by running tiny instrumented rounds in several ways, which must come to the same
-models.
-"""
+"""Checks a method with tiny rounds that run in several ways and must give the same models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,8 +51,8 @@ def check(algorithm: Algorithm | str, task: Task | None = None) -> list[Finding]
 def examine(
     algorithm: Algorithm | str, task: Task | None = None, *, compare: bool = True
 ) -> CheckResult:
-    """Check a method as `check` does, without `compare` in one way alone, and count bytes of
-    models, messages and memory.
+    """Check a method as `check` does, and count the bytes of models, messages and memory. Without
+    `compare`, run the rounds in only one way.
     """
     try:
         method = build(algorithm)

@@ -21,7 +21,7 @@ class Finding:
     """A mistake in a method.
 
     Attributes:
-        problem: What is wrong, or will be.
+        problem: The mistake.
         location: The line of its code, such as `my_methods.py:12`; empty where it is not known.
         remedy: How to mend it; may be empty.
     """
@@ -35,7 +35,7 @@ class Finding:
 
 
 def kinds(method: Method) -> list[type]:
-    """Return the classes of a method and of its inner methods, without those of the interface."""
+    """Return the classes of a method and of its inner methods, except the classes of the interface."""
     classes = [kind for inner in components(method) for kind in type(inner).__mro__]
     return [
         kind
@@ -61,8 +61,8 @@ def source_match(method: Method, pattern: str) -> tuple[str, str]:
 
 
 def _definitions(method: Method) -> Iterator[Any]:
-    """Yield the classes of a method; of a class of a notebook, whose source Python does not find,
-    the functions.
+    """Yield the classes of a method. Python does not find the source of a class in a notebook:
+    yield its functions instead.
     """
     for kind in kinds(method):
         in_file = hasattr(sys.modules.get(kind.__module__), "__file__")

@@ -45,13 +45,11 @@ MISTAKES = {
         "store it: cohort.memory[{0!r}] = rows",
     ),
 }
-"""Problems that a listener notes, and their remedies, with the name of what is concerned."""
+"""Problems that a listener notes, and their remedies. The braces take a name."""
 
 
 class Listener(TorchFunctionMode):
-    """Notes, while it is on, changes of the tensors that it watches, and draws; and what else it is
-    told, of `MISTAKES`.
-    """
+    """Notes changes of watched tensors, draws, and the other `MISTAKES` that are reported to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +112,7 @@ class Listener(TorchFunctionMode):
 def _has_nan(value: Any) -> bool:
     try:
         return isinstance(value, Tensor) and bool(value.isnan().any())
-    except RuntimeError:  # a tensor without values of its own, inside vmap or on the device "meta"
+    except RuntimeError:  # a tensor without values, inside vmap or on the device "meta"
         return False
 
 

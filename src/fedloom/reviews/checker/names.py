@@ -1,4 +1,4 @@
-"""Names in the classes of a method that fedloom does not read as they are meant."""
+"""Finds names in the classes of a method that fedloom reads in another way than intended."""
 
 import difflib
 import inspect
@@ -14,7 +14,7 @@ from fedloom.reviews.checker.findings import Finding, kinds, source_match
 
 
 def misread_names(method: Method) -> Iterator[Finding]:
-    """Find names in the classes of a method that fedloom does not read as they are meant."""
+    """Find names in the classes of a method that fedloom reads in another way than intended."""
     hooks = {name for base in (Algorithm, Part) for name in vars(base) if not name.startswith("_")}
     for kind in (kind for kind in kinds(method) if not kind.__module__.startswith("fedloom.")):
         bases = {

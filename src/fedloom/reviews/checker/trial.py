@@ -39,15 +39,13 @@ CLIENTS = 4
 """Clients in a round, at most."""
 
 BATCH, BATCHES, TEST = 8, 3, 64
-"""At most so many samples in a batch, batches of a client and test samples of a user's task are
-used.
-"""
+"""Limits of a user's task: samples in a batch, batches of a client, and test samples."""
 
 
 @cache
 def own_task() -> Task:
-    """Return a task of six clients with 3 to 12 samples and test samples of their own, and a model
-    of 51 weights.
+    """Return a task of six clients with 3 to 12 samples each and local test samples, and a model of
+    51 weights.
     """
     sizes, tests, extra = (9, 5, 12, 7, 3, 8), (2, 1, 3, 0, 1, 2), 20
     generator = stream(0, "check")

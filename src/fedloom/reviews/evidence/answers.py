@@ -18,8 +18,8 @@ from fedloom.state.tensors import read_tensors
 ANSWERS = ("the same bytes", "the same to float tolerance", "within the seeds' spread", "different")
 
 FIGURES, SAMPLES, WEIGHTS = 1e-3, 3, 1e-2
-"""Float tolerance: a figure may differ by this share and by so many test samples, a tensor of the
-final model by that share.
+"""Float tolerance: shares by which a figure and a tensor of the final model may differ, and the
+number of test samples by which a figure may differ.
 """
 
 _SAME = ("metrics.jsonl", "clients.jsonl", "recorded.jsonl", "model.safetensors")

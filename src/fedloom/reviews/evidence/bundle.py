@@ -1,11 +1,11 @@
-"""Bundles: the runs of a folder in one zip file, which somebody else can run again
+"""Bundles: the runs of a folder in one zip file, for a replay elsewhere
 (`fedloom.reviews.evidence.replay`).
 
 bundle.json         title, runs, and the SHA-256 of every other file
-runs/0/...          files of the first run, as in its directory; where its data lie is left out, and no file holds data
-code/my_module.py   modules of the user's own that the runs need
+runs/0/...          files of the first run, as in its directory; without the locations of data, and without data
+code/my_module.py   modules of the user that the runs need
 
-Reading a bundle runs nothing. Whatever it holds is bounded first, checked against its digests, and
+Reading a bundle runs no code. The contents are bounded first, checked against their digests, and
 written below one folder.
 """
 
@@ -240,8 +240,8 @@ def _own_modules(value: Any) -> set[str]:
 
 
 def unpack(path: Path, folder: Path) -> Bundle:
-    """Write the files of a bundle into a folder, in place of those of another one. Raise
-    `DataError`, in one line, where it holds what no bundle does.
+    """Write the files of a bundle into a folder; they replace the files of another bundle. Raise
+    `DataError`, in one line, for files that `write_bundle` does not write.
     """
     with reading(path, "no bundle, or a damaged one"), path.open("rb") as file:
         files = _unpacked(file.read(LARGEST + 1))
@@ -298,5 +298,5 @@ def _unpacked(content: bytes) -> dict[str, bytes]:
                 raise ValueError(
                     f"{quoted(entry.filename)} is a link, encrypted, or packed in another way"
                 )
-        # as much as declared
+        # read no more than the declared size
         return {entry.filename: archive.open(entry).read(entry.file_size) for entry in entries}

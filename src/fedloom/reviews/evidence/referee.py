@@ -1,9 +1,8 @@
-"""The referee: where two implementations of a method part, in which round, client, step and tensor,
-and what that often means.
+"""Finds where two implementations of a method differ: the round, client, step and tensor, and
+frequent causes.
 
-Each tensor is held against the way that it has moved: a difference counts when it is more than a
-share of that way, and more than rounding makes. A difference is explained by the vector at hand
-that is nearly parallel to it.
+The change of each tensor is the measure: a difference counts if it exceeds a share of the change,
+and rounding. A vector of the traces that is nearly parallel to a difference explains it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,8 +139,8 @@ def _unmoved(trace: Trace, key: Key) -> bool:
 
 
 def _explanation(difference: Array, causes: Mapping[str, Array | None]) -> str:
-    """Return the cause whose vector is nearly parallel to the difference, with its factor for {},
-    or that plus one for {+1}.
+    """Return the cause with a vector that is nearly parallel to the difference. Its factor replaces
+    {}, and its factor plus one {+1}.
     """
     best, text = _UNEXPLAINED * float(np.linalg.norm(difference)), ""
     for cause, vector in causes.items():

@@ -63,7 +63,7 @@ class Replay:
             raise InvalidValue(NO_RUNS)
 
     def described(self) -> list[str]:
-        """Return what will be done, how long it may take, and what has changed since, a line each."""
+        """Return a line each about the runs, their time, and the versions that have changed."""
         cells = {(run.setting, run.algorithm) for run in self.bundle.runs}
         data = sorted({job.configuration.data.name for job in self.jobs})
         rounds = sum(job.configuration.rounds for job in self.jobs)
@@ -190,7 +190,7 @@ class Replay:
 
 
 def _offline(value: Any) -> Any:
-    """Return an expression of a data set, in which nothing asks the network."""
+    """Return an expression of a data set that does not use the network."""
 
     def change(call: Call) -> dict[str, Any]:
         asks = call.name in datasets and "hub" in datasets[call.name].parameters

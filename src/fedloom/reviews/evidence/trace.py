@@ -1,5 +1,5 @@
-"""Traces: for each round, client and local step what goes in and comes out, as the recorder `steps`
-or another program writes it.
+"""Traces: inputs and outputs of each round, client and local step, as the recorder `steps` or
+another program writes them.
 
 recorded.jsonl                        a line a round: {"round": 1, "values": {"steps": {"clients": [4, 0], "sizes": [60, 31]}}}
 recorded/round-0000001.safetensors    its tensors: `steps/4/0/after/fc.weight` is client 4, step 0, a role and a tensor
@@ -87,8 +87,8 @@ class Trace(dict[Key, Array]):
         return np.concatenate(vectors) if vectors and len(vectors) == len(arrays) else None
 
     def way(self, round: int, client: str, stage: str, names: Iterable[str]) -> Array | None:
-        """Return how far a local step moved the parameters, or all of local training, from what is
-        sent (stage `out`).
+        """Return how far a local step moved the parameters. For the stage `out`, return how far all
+        of local training moved them.
         """
         bounds = (
             (("in", "model"), ("out", "model"))

@@ -1,6 +1,6 @@
-"""The tables and figures of the papers as runs: protocols, estimates, and what the papers print
-beside what is measured.
+"""The tables and figures of the papers as runs: protocols, estimates, and printed
+beside measured numbers.
 
-The papers' settings, methods, tables and figures are in `published`, and what they print in
-numbers.json.
+The papers' settings, methods, tables and figures are in `published`, and their printed numbers
+in numbers.json.
 """

@@ -60,10 +60,10 @@ def estimate(plan: ReproducePlan, threads: int) -> dict[str, list[Cost]]:
 
 
 def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: float) -> Cost:
-    """Return the cost of a run whose local steps on a whole batch take `step` seconds each.
+    """Return the cost of a run. A local step on a whole batch takes `step` seconds.
 
-    Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean;
-    evaluation passes forward only.
+    Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean; an
+    evaluation only passes forward.
     """
     schedule, training = configuration.schedule, configuration.training
     clients = configuration.data.clients or 180  # natural clients: FEMNIST's writers

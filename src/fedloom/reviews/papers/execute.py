@@ -44,7 +44,7 @@ def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
 def lines(
     plan: ReproducePlan, summaries: Mapping[RunName, RunSummary], failed: Mapping[RunName, str]
 ) -> list[CellResult]:
-    """Return every chosen cell with the figures of its runs, as far as they are finished."""
+    """Return every chosen cell with the figures of its finished runs."""
     results = []
     for cell in plan.cells:
         jobs, baseline = plan.jobs_of(cell), plan.jobs_of(cell.baseline) if cell.baseline else []

@@ -18,8 +18,8 @@ from fedloom.reviews.papers.paper_data import FACTS
 from fedloom.reviews.papers.protocols import PaperCell, Printed
 
 LAST = 10
-"""Evaluations at the end of a run; their spread is what the FedMR papers' standard deviation is
-taken for.
+"""Evaluations at the end of a run. The standard deviation of the FedMR papers is taken as their
+spread.
 """
 
 Runs = Sequence[RunSummary]
@@ -112,8 +112,8 @@ def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> 
 
 
 def judged(cells: Sequence[PaperCell]) -> Criterion | None:
-    """Return the criterion of the first of the cells whose measure is an accuracy; None without
-    such a cell.
+    """Return the criterion of the first cell that is measured by an accuracy; None without such a
+    cell.
     """
     return next(
         (CRITERIA[cell.measure.kind] for cell in cells if cell.measure.kind in CRITERIA), None
@@ -237,4 +237,4 @@ CRITERIA = {
     "personal": Criterion("best accuracy of the clients' own models", _best_personal),
     "joining": Criterion("best accuracy of the joining clients' own models", _best_joining),
 }
-"""Criteria of the runs of a cell whose measure is an accuracy."""
+"""Criteria of runs for the measures that are accuracies."""

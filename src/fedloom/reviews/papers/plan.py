@@ -184,8 +184,8 @@ def _configured(
     departures += [
         change for change in options.changes if change.partition("=")[0].strip() not in PLACES
     ]
-    # Runs with fewer rounds, say, lie beside those of the whole protocol and are never taken for
-    # them; folders and numbers of workers make no different experiment.
+    # Partial runs have another folder than runs of the whole protocol. Folders and numbers of
+    # workers do not change the experiment.
     digest = digest_of_json({key: value for key, value in table.items() if key not in PLACES})[:8]
     directory = (
         options.directory / setting.paper / f"{slug(setting.key.lower().replace('%', ''))}-{digest}"

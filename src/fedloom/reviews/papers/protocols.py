@@ -43,11 +43,9 @@ class Setting:
         return f"{self.name} ({self.only})" if self.only else self.name
 
     def table(self, rounds: int) -> dict[str, Any]:
-        """Return the configuration of this setting for so many rounds, without methods, seeds and
-        folders.
+        """Return the configuration of this setting without methods, seeds and folders.
 
-        With so few rounds that fewer than ten evaluations would be left, evaluations come closer
-        together: ten of them, or one a round. So do recordings.
+        Few rounds have ten evaluations and recordings, or one a round.
         """
         tenth = max(1, rounds // 10)
         every = min(self.evaluate_every, tenth)
@@ -61,8 +59,8 @@ class Setting:
         return {
             "rounds": rounds,
             "participation": self.participation,
-            # A personal run's global model is scored at the end alone: the paper has no such
-            # figure.
+            # The paper has no figure of the global model of a personal run: score it only at
+            # the end.
             "evaluate_every": rounds if self.personal else every,
             **({"personal_every": every} if self.personal else {}),
             "model": self.model,
@@ -82,7 +80,7 @@ class Measure:
     `best`      best test accuracy over rounds, %
     `end`       mean of the last ten evaluations' test accuracy, %
     `personal`  best over rounds of the accuracy of the clients' own models, over all their test samples, %
-    `joining`   the same over the clients that take part in the round alone, %
+    `joining`   the same over only the clients that take part in the round, %
     `improvement`  best personal accuracy less the baseline's, points
     `rounds`    first round whose test accuracy is at least `target` %; `interpolated`: where the best accuracy so far, drawn with
                 straight lines between rounds, crosses it (McMahan et al. 2017)
@@ -111,7 +109,7 @@ _UNITS = {
     **dict.fromkeys(("speedup", "slower"), "x FedAvg"),
     **{"improvement": "points", "minutes": "min a round", "total": "min"},
 }
-"""Units of those whose kind is no unit."""
+"""Units of the kinds that do not name one."""
 
 
 @dataclass(frozen=True)

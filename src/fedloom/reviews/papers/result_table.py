@@ -143,7 +143,7 @@ def _with_deviation(mean: float, std: float | None, measure: Measure) -> str:
 
 
 def _digits(measure: Measure, value: float) -> str:
-    """Return the format with as many digits as the papers print of such a figure."""
+    """Return the format with the digits that the papers print of such a figure."""
     if measure.kind == "weights":
         return ",.0f"
     if measure.kind in ("rounds", "total"):
