@@ -11,8 +11,8 @@ from fedloom.records import Message
 
 @algorithms.register("ditto")
 class Ditto(PartlyShared):
-    """Ditto: beside FedAvg, each client trains a personal model v on L_i(v) + (lambda / 2) ||v -
-    w_t||^2.
+    """Ditto: in addition to FedAvg, each client trains a personal model v on L_i(v) + (lambda / 2)
+    ||v - w_t||^2.
 
     In each round v trains first, with w_t the start of local training; then the client trains w_t
     as in FedAvg and uploads the result. Personal models start equal, have their own batch-norm

@@ -14,7 +14,7 @@ from fedloom.records import Aggregate, Message, Plan, Replies, TensorSpec
 
 @algorithms.register("ifca")
 class IFCA(Algorithm):
-    """Iterative federated clustering: a client takes the model of least loss on its training
+    """Iterative federated clustering: a client takes the model of lowest loss on its training
     samples, trains and uploads it.
 
     Each of the k models becomes the unweighted mean of the models trained from it; a model without
@@ -83,7 +83,7 @@ class IFCA(Algorithm):
 
 
 def _best(cohort: Cohort, models: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each client the model of least training loss among `[c, k, P]`: its index, `[c]`,
+    """Return for each client the model of lowest training loss of `[c, k, P]`: its index, `[c]`,
     and the model, `[c, P]`.
     """
     choice = torch.stack([cohort.loss(rows) for rows in models.unbind(1)], 1).argmin(1)

@@ -33,7 +33,7 @@ class PFedFDA(KeepsHead):
     Args:
         ridge: Multiple of the unit matrix in clients' covariances (authors' code: 1, and 1e-4 in
             every entry). If features vary little compared with it, class shares decide. A small
-            ridge makes heads large, and so the steps.
+            ridge gives large heads and large steps.
     """
 
     ridge: Positive = 1.0

@@ -36,7 +36,7 @@ class FedMRAsync(Arrivals):
 
     The pool has C models, one at each training client. When k have returned, every unit of layers
     is shuffled over only these k (as in `fedmr`), and each goes to a new client. The global model
-    is the mean of the pool; a model that is still at a client counts as it was before training. No
+    is the mean of the pool, with models that are still at a client as they were before training. No
     reply is stale, since a model returns to the same pool. k = C is FedMR, bit for bit.
     Source: ours; FedMR is Hu et al., KDD 2024, algorithm 1.
     Use it where you would use `fedmr`, and a few slow clients delay every round.
