@@ -69,9 +69,10 @@ def round_record(
             for fault in delivery.faults
         ],
     }
-    if delivery.seconds is not None:
-        record["simulated_seconds"] = delivery.seconds
-    record |= reported
+    figures = {"simulated_seconds": delivery.seconds, **reported}
+    if delivery.seconds is None:  # without a clock, parts report no time either
+        del figures["simulated_seconds"]
+    record |= figures
     for name, values in answers.metrics.items():
         record.setdefault(name, float(values[~values.isnan()].mean()))
     return record
