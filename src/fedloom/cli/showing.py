@@ -88,8 +88,8 @@ def report(
 def watch(folder: Folder, port: Port = 8600) -> None:
     """Show runs in the browser while they train.
 
-    DIR contains runs, such as runs/digits, or is runs. The page updates itself; only this machine
-    can open it. Ctrl-C ends it.
+    DIR contains runs, such as runs/digits or the whole folder runs. The page updates itself; only
+    this machine can open it. Ctrl-C ends it.
     """
     from fedloom.study.watch.serve import Server
 
