@@ -77,10 +77,9 @@ def thinned(line: "pandas.DataFrame", points: int) -> "pandas.DataFrame":
     """
     if len(line) <= points:
         return line
-    drawn = {0, len(line) - 1}
+    drawn, means = {0, len(line) - 1}, line["mean"].to_numpy()
     for stretch in np.array_split(np.arange(len(line)), max(1, points // 2)):
-        means = line["mean"].iloc[stretch]
-        drawn |= {int(stretch[means.argmin()]), int(stretch[means.argmax()])}
+        drawn |= {int(stretch[means[stretch].argmin()]), int(stretch[means[stretch].argmax()])}
     return line.iloc[sorted(drawn)]
 
 
