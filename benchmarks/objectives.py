@@ -4,7 +4,7 @@ trained in one place.
     python benchmarks/objectives.py
 
 In one place means plain PyTorch with as many epochs over all samples as clients make over theirs,
-and scikit-learn's own solution where there is one. It prints the table of `docs/objectives.md`.
+and scikit-learn's own solution where there is one. It prints the table of `docs/data.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A second implementation of reading by docs/secure-messages.md, without `fedloom.secure`."""
+"""A second implementation of reading by docs/secure.md, without `fedloom.secure`."""
 
 from __future__ import annotations
 

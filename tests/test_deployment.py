@@ -1,4 +1,4 @@
-"""The files of docs/deployment.md: whole, and of the syntax that Docker, Kubernetes and systemd
+"""The files of docs/real-sites.md: whole, and of the syntax that Docker, Kubernetes and systemd
 read.
 """
 
@@ -17,7 +17,7 @@ import yaml
 
 from fedloom.sites.node_config import NodeConfig
 
-PAGE = (Path(__file__).parents[1] / "docs" / "deployment.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "real-sites.md").read_text(encoding="utf-8")
 
 FILES = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.M | re.S))
 

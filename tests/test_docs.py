@@ -28,7 +28,7 @@ from fedloom.engines.choose import require_engine_on
 from fedloom.models import models
 from fedloom.parts.building import build
 from fedloom.parts.hooks import HOOKS, Part
-from fedloom.runs.config_file import KEYS
+from fedloom.runs.config_file import KEYS, load
 from forking_scripts import Scripts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,20 +57,42 @@ def output(scripts: Scripts, code: str, folder: Path) -> str:
     return scripts.run(program, folder, folder / "output")
 
 
-@pytest.mark.parametrize("page", ["own-method.md", "objectives.md"])
-def test_the_code_on_a_page_prints_what_the_page_says(
+def programs() -> list[str]:
+    """The pages with Python that runs; code of other projects is marked `py`."""
+    names = (str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    return sorted(name for name in names if blocks(name, "python"))
+
+
+def promised(page: str) -> str:
+    """The output that a page shows directly below its Python."""
+    text = (DOCS / page).read_text()
+    return "".join(
+        re.findall(r"^```python\n(?:(?!```)[^\n]*\n)*```\n\n```text\n(.*?)^```$", text, re.M | re.S)
+    )
+
+
+@pytest.mark.parametrize("page", programs())
+def test_the_code_on_a_page_prints_what_the_page_shows(
     page: str, scripts: Scripts, tmp_path: Path
 ) -> None:
-    text = output(scripts, "\n".join(blocks(page, "python")), tmp_path)
-    promised = "".join(blocks(page, "text"))
-    assert NUMBER.sub("#", text) == NUMBER.sub("#", promised)
-    printed, promised_numbers = (
-        [float(number) for number in NUMBER.findall(words)] for words in (text, promised)
+    code, shown = "\n".join(blocks(page, "python")), promised(page)
+    text = output(scripts, code, tmp_path)
+    if not shown:
+        assert bool(text) == ("print(" in code)
+        return
+    assert NUMBER.sub("#", text) == NUMBER.sub("#", shown)
+    printed, numbers = (
+        [float(number) for number in NUMBER.findall(words)] for words in (text, shown)
     )
-    assert len(promised_numbers) >= 3
+    assert len(numbers) >= 3
     # Other versions of PyTorch round otherwise: an accuracy on 364 digits may move by a few of
     # them.
-    assert printed == pytest.approx(promised_numbers, abs=0.04)
+    assert printed == pytest.approx(numbers, abs=0.04)
+
+
+def test_the_pages_with_programs_are_these() -> None:
+    assert {"index.md", "data.md", "own-method.md", "secure.md", "coming-from.md"} < {*programs()}
+    assert [page for page in ("data.md", "own-method.md") if not promised(page)] == []
 
 
 COMPARED = """
@@ -87,26 +109,15 @@ for around in ("{}", "umf({})", "ala({}, max_epochs=3)"):
 """
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/own-method.md"])
-def test_the_proximal_term_on_a_page_is_that_of_fedprox_inside_parts_too(
-    page: str, scripts: Scripts, tmp_path: Path
+def test_the_proximal_term_on_the_page_about_methods_is_that_of_fedprox_inside_parts_too(
+    scripts: Scripts, tmp_path: Path
 ) -> None:
     """A full step of the server makes the page's method FedProx, whose term is centred on the
     server's model.
     """
-    code = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
-    (block,) = (block for block in code if '("half_step")' in block)
+    (block,) = (block for block in blocks("own-method.md", "python") if '("half_step")' in block)
     text = output(scripts, block.split("\n\n\ntask = ")[0] + COMPARED, tmp_path)
     assert text.endswith("{} as FedProx\numf({}) as FedProx\nala({}, max_epochs=3) as FedProx\n")
-
-
-@pytest.mark.parametrize(
-    "page", ["index.md", "secure.md", "methods/composing.md", "coming-from.md"]
-)
-def test_the_code_on_a_page_runs(page: str, scripts: Scripts, tmp_path: Path) -> None:
-    code = "\n".join(blocks(page, "python"))
-    text = output(scripts, code, tmp_path)
-    assert bool(text) == ("print(" in code)
 
 
 def test_every_test_that_the_page_about_secure_recombination_names_exists() -> None:
@@ -118,22 +129,68 @@ def test_every_test_that_the_page_about_secure_recombination_names_exists() -> N
     assert not [name for name in named if f"def {name}" not in tests]
 
 
-def test_the_tables_of_the_first_page_are_configurations(tmp_path: Path) -> None:
-    from fedloom.runs.config_file import load
-
-    (table,) = blocks("index.md", "toml")
-    path = tmp_path / "job.toml"
-    path.write_text(table)
-    loaded = load(path)
-    assert len(loaded.algorithms) * len(loaded.seeds) == 6
+TABLES = [
+    pytest.param(page, number, id=f"{page}-{number}")
+    for page in sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    for number, table in enumerate(blocks(page, "toml"))
+    if "my_" not in table and "module:" not in table and "'base'" not in table
+]
 
 
-def test_the_file_for_those_who_come_from_elsewhere_is_a_configuration(tmp_path: Path) -> None:
-    from fedloom.runs.config_file import load
-
-    (table,) = blocks("coming-from.md", "toml")
+@pytest.mark.parametrize(("page", "number"), TABLES)
+def test_a_table_on_a_page_is_a_configuration(page: str, number: int, tmp_path: Path) -> None:
+    table = blocks(page, "toml")[number]
     (tmp_path / "job.toml").write_text(table)
-    assert load(tmp_path / "job.toml").algorithm == "fedprox(mu=0.1)"
+    loaded = load(tmp_path / "job.toml", [] if "algorithm" in table else ["algorithm=fedavg"])
+    assert all(str(build(text)) for text in loaded.algorithms)
+    if (page, number) == ("index.md", 0):
+        assert len(loaded.algorithms) * len(loaded.seeds) == 6
+    if page == "coming-from.md":
+        assert loaded.algorithm == "fedprox(mu=0.1)"
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """The fedloom commands in the text of README.md and of all pages, with their page."""
+    found = []
+    for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
+        text = path.read_text().replace("\\\n", " ")
+        shells = "\n".join(re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S))
+        lines = re.findall(r"^(fedloom .+)$", shells, re.M)
+        lines += re.findall(r"^ {4}(fedloom .+)$", text, re.M)
+        lines += re.findall(r"`(fedloom [a-z]+ [^`]+)`", text)
+        found += [(path.name, shlex.split(" ".join(line.split()), comments=True)) for line in lines]
+    return found
+
+
+def test_every_command_on_a_page_exists_with_its_options() -> None:
+    listed = commands()
+    assert len(listed) > 60
+    wrong = []
+    for page, (_, *words) in listed:
+        command: Any = typer.main.get_command(app)
+        while words and hasattr(command, "commands"):
+            name = words.pop(0)
+            if name.startswith("--"):
+                break
+            command = command.commands.get(name)
+        options = {
+            option for parameter in getattr(command, "params", ()) for option in parameter.opts
+        }
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        if command is None or given - options - {"--help"}:
+            wrong.append((page, words))
+    assert wrong == []
+
+
+GENERATED = {"results.md", "trials.md", "contributing.md"}
+
+
+def test_every_page_begins_with_an_example() -> None:
+    pages_of_text = [path for path in DOCS.rglob("*.md") if path.name not in GENERATED]
+    assert len(pages_of_text) + len(GENERATED) <= 25
+    begin = {path.name: path.read_text().split("\n## ")[0] for path in pages_of_text}
+    late = {"own-method.md"}  # with a section of its own
+    assert {name for name, text in begin.items() if "\n```" not in text} == late
 
 
 def test_every_key_of_a_configuration_is_explained() -> None:
@@ -148,7 +205,7 @@ def test_every_key_of_a_configuration_is_explained() -> None:
 
 
 def test_every_command_is_listed() -> None:
-    text = (DOCS / "configuration.md").read_text()
+    text = (DOCS / "cli.md").read_text()
     missing = [
         name
         for name in typer.main.get_command(app).commands
@@ -371,9 +428,10 @@ def test_what_the_page_about_combining_says_is_refused_is_refused() -> None:
 def test_the_page_about_combining_prints_what_the_command_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    commands, printed = blocks("methods/composing.md", "sh"), blocks("methods/composing.md", "text")
-    assert len(commands) == len(printed) == 2
-    for command, text in zip(commands, printed, strict=True):
+    listed = [block for block in blocks("methods/composing.md", "sh") if " --with " in block]
+    printed = blocks("methods/composing.md", "text")
+    assert len(listed) == len(printed) == 2
+    for command, text in zip(listed, printed, strict=True):
         assert main(shlex.split(command)[1:]) == 0
         assert capsys.readouterr().out == text
 
@@ -415,12 +473,12 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Pa
 
 
 def test_the_files_for_clusters_can_be_read_as_what_they_are() -> None:
-    (script,) = (block for block in blocks("ray.md", "bash") if "#SBATCH" in block)
+    (script,) = (block for block in blocks("engines.md", "bash") if "#SBATCH" in block)
     checked = subprocess.run(
         ["bash", "-n"], input=script, capture_output=True, text=True, check=False
     )
     assert (checked.returncode, checked.stderr) == (0, "")
-    (manifest,) = map(yaml.safe_load, blocks("ray.md", "yaml"))
+    (manifest,) = map(yaml.safe_load, blocks("engines.md", "yaml"))
     cluster = manifest["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], workers)]

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SHOWN = dict(
     re.findall(
-        r"`examples/(\w+)\.py`.*?^```text\n(.*?)^```$",
-        (ROOT / "docs/gallery.md").read_text(),
+        r'^```text title="examples/(\w+)\.py"\n(.*?)^```$',
+        "".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))),
         re.M | re.S,
     )
 )
@@ -57,7 +57,7 @@ def test_every_script_is_shown() -> None:
     "name",
     ["own_metric", "own_optimizer", "own_server", "image_folder", "pandas_table", "next_character"],
 )
-def test_a_script_prints_what_the_gallery_shows(name: str, output: Callable[[str], str]) -> None:
+def test_a_script_prints_what_its_page_shows(name: str, output: Callable[[str], str]) -> None:
     printed, shown = output(name), SHOWN[name]
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split()
     numbers_printed, numbers_shown = (

@@ -1,4 +1,4 @@
-"""Messages of an exchange have the bytes that docs/secure-messages.md describes: recorded ones in
+"""Messages of an exchange have the bytes that docs/secure.md describes: recorded ones in
 `vectors/` and new ones.
 
 `python tests/test_secure_vectors.py` records an exchange anew, where the description has changed.

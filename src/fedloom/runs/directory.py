@@ -1,6 +1,6 @@
 """The directory of one run: its ownership, its locking and its files.
 
-`docs/configuration.md` lists the files. A run writes result.json last, so this file marks it as
+`docs/cli.md` lists the files. A run writes result.json last, so this file marks it as
 finished. JSON objects hold a digest of themselves. result.json holds a digest of every file with
 figures, splits, labels or the model. The digests are compared before a finished run is shown, used
 or lengthened.

@@ -1,4 +1,4 @@
-"""Messages of an exchange as bytes. docs/secure-messages.md describes every field.
+"""Messages of an exchange as bytes. docs/secure.md describes every field.
 
 Reading never runs code. Bytes that cannot be read or do not follow the protocol raise
 `ProtocolViolation` with the number of their sender.

@@ -22,7 +22,7 @@ from fedloom.task import Task
 class RunConfig(TypedDict, total=False):
     """Run configuration of a Flower app, `[tool.flwr.app.config]`.
 
-    Flower sends it to the server and to every site. docs/flower.md describes the values.
+    Flower sends it to the server and to every site. docs/real-sites.md describes the values.
     """
 
     configuration: str

@@ -1,6 +1,6 @@
 """Keys of a federation over real sites: an authority, a server certificate, a key pair per site.
 
-Each folder is for one place (docs/flower.md). All keys are on the curve P-384, the widest that
+Each folder is for one place (docs/real-sites.md). All keys are on the curve P-384, the widest that
 Flower accepts for SuperNodes.
 """
 
