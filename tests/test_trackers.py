@@ -8,12 +8,15 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import types
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -463,3 +466,30 @@ def test_a_kill_in_the_middle_of_a_round_loses_no_figures(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     steps = Counter(step for step, _ in scalars(Path("runs/job/fedavg/seed-0"))["last_round"])
     assert steps == dict.fromkeys(range(1, 7), 1)
+
+
+def test_a_server_of_mlflow_that_does_not_answer_is_tried_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tracker is then disabled, and the run goes on."""
+    pytest.importorskip("mlflow")
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(name, "unset")
+        monkeypatch.delenv(name)
+    attempts = 0
+
+    def refuse(server: socket.socket) -> None:
+        nonlocal attempts
+        with suppress(OSError):
+            while True:
+                server.accept()[0].close()
+                attempts += 1
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=refuse, args=(server,), daemon=True).start()
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with caplog.at_level(logging.WARNING):
+            events = go(job(f"mlflow(uri='{uri}')"))
+        server.shutdown(socket.SHUT_RDWR)
+    assert len(events) >= 6
+    assert attempts == 2

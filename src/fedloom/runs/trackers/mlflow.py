@@ -22,6 +22,11 @@ _LAST = "last_round"
 _FILES = ("model.safetensors", "configuration.json", "metrics.jsonl", "result.json")
 _MOST = 900  # metrics in one request
 
+_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""Limits of MLflow's requests, unless the environment sets others. By default it tries eight times
+to reach a server, and a run would wait for minutes.
+"""
+
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
@@ -53,6 +58,8 @@ class MLflow:
         """Make the run, or find it by its tag; return the last round that MLflow has."""
         import mlflow
 
+        for name, value in _LIMITS.items():
+            os.environ.setdefault(name, value)
         self._run, self._waiting = run, list[Any]()
         self._sent = time.monotonic()
         # Processes must not make the same new database or experiment at the same time.
