@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -75,3 +77,10 @@ class KeepsClientMemory(FedAvg):
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         return self.train(cohort, inbox)["model"]
+
+
+def other_notices(notices: Iterable[str]) -> list[str]:
+    """Return the notices without that of two clients with a last batch of one sample, which batch
+    norm skips.
+    """
+    return [text for text in notices if "skip the last sample" not in text]

@@ -24,7 +24,7 @@ from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from small_task import small_task
+from small_task import other_notices, small_task
 from test_checkpoint import Killed, disk
 
 ROW = 4 * small_task().layout.size
@@ -211,7 +211,7 @@ def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Pa
     newest.write_bytes(content)
     repeated = federation("fedmr", tmp_path)
     assert repeated.finished == 3
-    assert repeated.notices == [
+    assert other_notices(repeated.notices) == [
         f"{newest} is damaged: it does not match its digest: continuing after round 3"
     ]
     repeated.run()
@@ -220,11 +220,9 @@ def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Pa
     for path in files(tmp_path):
         path.unlink()
     restarted = federation("fedmr", tmp_path)
-    assert (restarted.finished, len(restarted.notices)) == (0, 2)
-    assert (
-        "cannot be read (No such file or directory): starting again from round 1"
-        in restarted.notices[0]
-    )
+    notices = other_notices(restarted.notices)
+    assert (restarted.finished, len(notices)) == (0, 2)
+    assert "cannot be read (No such file or directory): starting again from round 1" in notices[0]
     assert not older.exists()
 
 

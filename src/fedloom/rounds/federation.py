@@ -4,21 +4,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fedloom.errors import CheckpointError, InvalidValue
+from fedloom.errors import CheckpointError
 from fedloom.flat.device import moved_back
 from fedloom.method import Method
 from fedloom.parts.course import Course, pipelines
 from fedloom.parts.pipeline import Pipeline
-from fedloom.parts.requirements import require_participation
 from fedloom.records import INTEGERS, Aggregate, Plan, Replies
 from fedloom.round import Round
 from fedloom.rounds.accounts import Accounts
-from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
+from fedloom.rounds.archive import Archive
+from fedloom.rounds.checkpoint import Checkpoints
 from fedloom.rounds.checks import checked_model, require_converging, require_message
 from fedloom.rounds.delivery import Delivery, Post
 from fedloom.rounds.engine import Engine, Job, RemoteClients
@@ -29,39 +28,18 @@ from fedloom.rounds.evaluation import (
     newcomers_last,
     untrained,
 )
+from fedloom.rounds.observer import Observer
+from fedloom.rounds.opening import opening
 from fedloom.rounds.pool_watch import PoolWatch
 from fedloom.rounds.replies import RoundReplies
 from fedloom.rounds.round_record import finite, round_record, timing
 from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
-from fedloom.state.files import remove_unfinished
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 
-LOGS = {
-    "metrics.jsonl": (),
-    "timings.jsonl": ("ended", "seconds", "train_seconds"),
-    "clients.jsonl": (),
-}
-"""Files of a run with one line per round, and the names that every line must have."""
-
 Lines = tuple[Record, Record, Record | None]
 """Figures of a round, its times, and the figures by client (None if not measured)."""
-
-
-class Observer(Protocol):
-    """Records data of each round, without influence on the results.
-
-    The federation calls `begin` when it is set up, before it resumes. It calls `observe` before the
-    method receives the replies, so the round can still fail, and `commit` after a successful round.
-    When a run resumes, later lines are removed from `log`. Checkpoints contain the digest of `log`.
-    """
-
-    @property
-    def log(self) -> RoundLog: ...
-    def begin(self, federation: "Federation") -> None: ...
-    def observe(self, round: Round, jobs: Sequence[Job], replies: Replies) -> None: ...
-    def commit(self, number: int) -> None: ...
 
 
 class Federation:
@@ -113,66 +91,36 @@ class Federation:
         self._pools = PoolFiles(
             None if directory is None else directory / "pool", schedule.pool_budget
         )
-        self._set_up(task)
         remote = isinstance(engine, RemoteClients)
+        self._first, plan = opening(
+            algorithm, self.task, schedule, self.trainers, self._pools, remote
+        )
+        self._set_up(plan)
         engine.begin(self.task, None if directory is None else directory / "clients")
-        self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         self._accounts = Accounts(algorithm, directory, identity, remote)
-        paths = {name: None if directory is None else directory / name for name in LOGS}
-        self._logs = [RoundLog(paths[name], names) for name, names in LOGS.items()]
+        self._archive = Archive(directory, identity, engine, self._pools, observers)
         for observer in observers:
             observer.begin(self)
         self._resume()
 
-    def _set_up(self, task: Task) -> None:
+    def _set_up(self, plan: Plan) -> None:
         """Set up the method for the plan of this run."""
-        schedule, remote = self.schedule, isinstance(self.engine, RemoteClients)
-        if schedule.clock.runs and remote:
-            reason = "real sites use real time: remove the table [clock]"
-            raise InvalidValue(f"clock: {reason}")
-        # Check the schedule of learning rates now: it may have no rate for the last round.
-        task.training.same_rates(schedule.rounds, schedule.rounds)
-        awaited = schedule.participants(self.trainers)  # largest number of replies of a round
-        participants = schedule.clock.selected(awaited, self.trainers)
-        poisson = schedule.participation_mode == "poisson"
-        require_participation(self.algorithm, poisson, participants > awaited)
-        rate = task.training.rate(1, schedule.rounds)
-        self._first = Round(
-            number=1,
-            rounds=schedule.rounds,
-            seed=schedule.seed,
-            clients=self.trainers,
-            participants=participants,
-            learning_rate=rate,
-            initial_learning_rate=rate,
-            poisson=poisson,
-        )
-        plan = Plan(
-            layout=task.layout,
-            initial=task.initial,
-            clients=self.trainers,
-            participants=participants,
-            rounds=schedule.rounds,
-            seed=schedule.seed,
-            classes=task.dataset.classes,
-            sizes=self.task.sizes,
-            module=task.model,
-            remote=remote,
-            poisson=poisson,
-            pools=self._pools,
-            training=task.training,
-            awaited=min(awaited, participants),
-        )
         self.course = Course(self.algorithm)
         self.course.setup(plan)
         for part in self.pipeline.parts:
             part.require_resources()
-        checked_model(self.pipeline, self.algorithm, task.initial, "setup")
+        checked_model(self.pipeline, self.algorithm, self.task.initial, "setup")
         self._untrained = [
             *untrained(self.pipeline, list(pipelines(self.algorithm))),
-            *clients_without_steps(task),
+            *clients_without_steps(self.task),
         ]
-        self._post = Post(self.task, self.engine, schedule, self.numbers, awaited, self._pools)
+        awaited = self.schedule.participants(self.trainers)
+        self._post = Post(self.task, self.engine, self.schedule, self.numbers, awaited, self._pools)
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """The checkpoints of the run, if it has a directory."""
+        return self._archive.checkpoints
 
     @property
     def pipeline(self) -> Pipeline:
@@ -190,17 +138,17 @@ class Federation:
     @property
     def history(self) -> list[Record]:
         """The figures of each round. With a directory, each access reads the file."""
-        return self._logs[0].read()
+        return self._archive.lines("metrics.jsonl")
 
     @property
     def timings(self) -> list[Record]:
         """The times of each round."""
-        return self._logs[1].read()
+        return self._archive.lines("timings.jsonl")
 
     @property
     def client_history(self) -> list[Record]:
         """The figures by client, of the rounds that measured them."""
-        return self._logs[2].read()
+        return self._archive.lines("clients.jsonl")
 
     @property
     def notices(self) -> list[str]:
@@ -367,9 +315,7 @@ class Federation:
         if notices := [text for text in self.notices if text not in self._reported]:
             timing["notices"] = notices
             self._reported.update(notices)
-        for log, line in zip(self._logs, (record, timing, clients), strict=True):
-            if line is not None:
-                log.append(line)
+        self._archive.append(record, timing, clients)
 
     def personal_tasks(self) -> Iterator[tuple[int, Round, Job]]:
         """Yield the personalisation job of each evaluated client.
@@ -384,70 +330,27 @@ class Federation:
             yield from ((self.numbers[job.client], upcoming, job) for job in jobs)
 
     def save(self) -> None:
-        """Write a checkpoint, then remove the files that only older checkpoints needed.
-
-        Logs and client memory are written first, because the checkpoint refers to them.
-        """
-        if self.checkpoints is not None:
-            logs = self._checked_logs()
-            for log in logs:
-                log.sync()
-            state = {**self.course.state(), INTEGERS: self.integers}
-            pools = {
-                name: file
-                for name, tensor in state.items()
-                if (file := self._pools.write(tensor)) is not None
-            }
-            server = {name: tensor for name, tensor in state.items() if name not in pools}
-            digests = {log.name: log.digest for log in logs}
-            self.checkpoints.save(
-                Checkpoint(self.finished, server, self.engine.memory(), digests, pools)
-            )
-            self._pools.keep(pools.values())
-            self.engine.release_memory()
+        """Write a checkpoint, then remove the files that only older checkpoints needed."""
+        self._archive.save(self.finished, {**self.course.state(), INTEGERS: self.integers})
         self._saved = self.finished
-
-    def _checked_logs(self) -> list[RoundLog]:
-        """Return the logs that must match a checkpoint. `timings.jsonl` is not one of them."""
-        return [self._logs[0], self._logs[2], *(observer.log for observer in self.observers)]
-
-    def _adopt(self, checkpoint: Checkpoint) -> None:
-        for log in self._checked_logs():
-            log.require(checkpoint.round, checkpoint.logs.get(log.name))
-        written = {name: self._pools.read(file) for name, file in checkpoint.pools.items()}
-        checkpoint.server.update(written)
-        self.engine.restore_memory(checkpoint.clients)
 
     def _resume(self) -> None:
         """Continue from the newest valid checkpoint."""
-        if self.checkpoints is None:
+        resumed = self._archive.resume(self._accounts)
+        if resumed is None:
             return
-        remove_unfinished(self.checkpoints.directory)
-        logs = [self._logs[0], *(observer.log for observer in self.observers)]
-        lines = [log.read() for log in logs]
-        logged = [record["round"] for record in lines[0]]
-        self._accounts.resume(max([0, *logged, *self.checkpoints.rounds()]))
-        recorded = [log.complete(read) for log, read in zip(logs, lines, strict=True)]
-        checkpoint = self.checkpoints.latest(min(recorded), self._adopt)
-        finished = 0 if checkpoint is None else checkpoint.round
-        self._resume_logs(finished)
-        if checkpoint is not None:
-            self._pools.keep(checkpoint.pools.values())
+        self.finished = self._saved = resumed.finished
+        if resumed.history:
+            self._now = resumed.history[-1].get("simulated_seconds", 0.0)
+        for line in resumed.timings:
+            self._reported.update(line.get("notices", ()))
+        for record in resumed.history:
+            self._pool_watch.update(record)
+            self.evaluation.patience.update(record["round"], record)
+        if resumed.state is not None:
             like = {**self.course.state(), INTEGERS: self.integers}
-            server = moved_back(checkpoint.server, like, self.task.initial.device)
+            server = moved_back(resumed.state, like, self.task.initial.device)
             self.integers = server.pop(INTEGERS)
             self.course.require_state(server)
             self.course.restore(server)
         self._accounts.count()
-
-    def _resume_logs(self, finished: int) -> None:
-        history, timings, _ = [log.resume(finished) for log in self._logs]
-        self.finished = self._saved = finished
-        self._now = history[-1].get("simulated_seconds", 0.0) if history else 0.0
-        for line in timings:
-            self._reported.update(line.get("notices", ()))
-        for record in history:
-            self._pool_watch.update(record)
-            self.evaluation.patience.update(record["round"], record)
-        for observer in self.observers:
-            observer.log.resume(finished)

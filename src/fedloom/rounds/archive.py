@@ -1,0 +1,139 @@
+"""Files of a run: one line per round in each log, checkpoints, client memory and pools."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fedloom.rounds.accounts import Accounts
+from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, Record, RoundLog
+from fedloom.rounds.engine import Engine
+from fedloom.rounds.observer import Observer
+from fedloom.state.files import remove_unfinished
+from fedloom.state.pool_files import PoolFiles
+
+LOGS = {
+    "metrics.jsonl": (),
+    "timings.jsonl": ("ended", "seconds", "train_seconds"),
+    "clients.jsonl": (),
+}
+"""Files of a run with one line per round, and the names that every line must have."""
+
+
+class Resumed(NamedTuple):
+    """State of a run that continues.
+
+    Attributes:
+        finished: Number of finished rounds.
+        state: Tensors of the server by path; None without a checkpoint.
+        history: Figures of the finished rounds.
+        timings: Times of these rounds.
+    """
+
+    finished: int
+    state: dict[str, Tensor] | None
+    history: list[Record]
+    timings: list[Record]
+
+
+class Archive:
+    """Logs and checkpoints of a federation.
+
+    Args:
+        directory: Folder of the run. None keeps the logs in memory, and saves no checkpoints.
+        identity: Text that identifies the run. Checkpoints of other runs are refused.
+        engine: Has the clients' memory.
+        pools: Files of large matrices.
+        observers: Have logs of their own.
+
+    Attributes:
+        checkpoints: Checkpoints in the directory, if any.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        identity: str,
+        engine: Engine,
+        pools: PoolFiles,
+        observers: Sequence[Observer],
+    ) -> None:
+        self.engine, self.pools, self.observers = engine, pools, observers
+        self.checkpoints = None if directory is None else Checkpoints(directory, identity)
+        self._logs = {
+            name: RoundLog(None if directory is None else directory / name, names)
+            for name, names in LOGS.items()
+        }
+
+    def lines(self, name: str) -> list[Record]:
+        """Return the lines of a log. With a directory, each call reads the file."""
+        return self._logs[name].read()
+
+    def append(self, record: Record, timing: Record, clients: Record | None) -> None:
+        """Write the lines of a round: its figures, its times, and figures by client if any."""
+        for log, line in zip(self._logs.values(), (record, timing, clients), strict=True):
+            if line is not None:
+                log.append(line)
+
+    def save(self, finished: int, state: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint, then remove the files that only older checkpoints needed.
+
+        Logs and client memory are written first, because the checkpoint refers to them.
+
+        Args:
+            finished: Number of finished rounds.
+            state: Tensors of the server by path.
+        """
+        if self.checkpoints is None:
+            return
+        logs = self._checked_logs()
+        for log in logs:
+            log.sync()
+        pools = {
+            name: file
+            for name, tensor in state.items()
+            if (file := self.pools.write(tensor)) is not None
+        }
+        server = {name: tensor for name, tensor in state.items() if name not in pools}
+        digests = {log.name: log.digest for log in logs}
+        self.checkpoints.save(Checkpoint(finished, server, self.engine.memory(), digests, pools))
+        self.pools.keep(pools.values())
+        self.engine.release_memory()
+
+    def resume(self, accounts: Accounts) -> Resumed | None:
+        """Return the state of the newest valid checkpoint; None without a directory.
+
+        Lines of later rounds are removed from all logs.
+        """
+        if self.checkpoints is None:
+            return None
+        remove_unfinished(self.checkpoints.directory)
+        observed = [observer.log for observer in self.observers]
+        logs = [self._logs["metrics.jsonl"], *observed]
+        lines = [log.read() for log in logs]
+        logged = [record["round"] for record in lines[0]]
+        accounts.resume(max([0, *logged, *self.checkpoints.rounds()]))
+        recorded = [log.complete(read) for log, read in zip(logs, lines, strict=True)]
+        checkpoint = self.checkpoints.latest(min(recorded), self._adopt)
+        finished = 0 if checkpoint is None else checkpoint.round
+        history, timings, _ = [log.resume(finished) for log in self._logs.values()]
+        for log in observed:
+            log.resume(finished)
+        if checkpoint is None:
+            return Resumed(finished, None, history, timings)
+        self.pools.keep(checkpoint.pools.values())
+        return Resumed(finished, checkpoint.server, history, timings)
+
+    def _checked_logs(self) -> list[RoundLog]:
+        """Return the logs that must match a checkpoint. `timings.jsonl` is not one of them."""
+        observed = [observer.log for observer in self.observers]
+        return [self._logs["metrics.jsonl"], self._logs["clients.jsonl"], *observed]
+
+    def _adopt(self, checkpoint: Checkpoint) -> None:
+        """Check the logs, and read the pools and the clients' memory of a checkpoint."""
+        for log in self._checked_logs():
+            log.require(checkpoint.round, checkpoint.logs.get(log.name))
+        written = {name: self.pools.read(file) for name, file in checkpoint.pools.items()}
+        checkpoint.server.update(written)
+        self.engine.restore_memory(checkpoint.clients)
