@@ -46,7 +46,7 @@ MISTAKES = {
     "HasNoType": "mu = 0.01 has no type",
     "CountsRounds": "the first rounds depend on how many there will be",
     "ForgetsThePlan": "has not stored the plan",
-    "SendsTwoRows": "gives 'model' 2 rows",
+    "SendsTwoRows": "returned 'model' with 2 rows",
     "DividesByZero": "ZeroDivisionError",
     "WritesTheState": "the client half writes self.state['seen']",
     "KeepsAGlobal": "SERVER_MODEL of wrong_methods changes while rounds go on, and each process has one of its own",
