@@ -17,7 +17,7 @@ from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured
 from fedloom.runs.events import Event, RunName
-from small_task import small_task
+from small_task import other_notices, small_task
 
 OPTIONS: dict[str, Any] = {
     "participation": 0.5,
@@ -75,7 +75,7 @@ def test_it_ends_in_the_round_of_a_naive_count(
     assert stopped.history == short.history
     assert stopped.federation.client_history == short.federation.client_history
     assert torch.equal(stopped.federation.model(), short.federation.model())
-    (notice,) = stopped.federation.notices
+    (notice,) = other_notices(stopped.federation.notices)
     word = "risen" if rises else "fallen"
     assert notice.startswith(
         f"the run ends after round {end}: {figure} has not {word} by more than {stop.get('by', 0):g}"
