@@ -53,7 +53,6 @@ MOST_IMPORTS = 15
 CROWDED = {
     "fedloom.engines.choose",
     "fedloom.rounds.federation",
-    "fedloom.sites.server_app",
     "fedloom.sites.site",
     "fedloom.sites.site_data",
 }

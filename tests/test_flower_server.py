@@ -32,6 +32,7 @@ from fedloom.runs.events import RunName
 from fedloom.serving.artifact import load_model
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment
+from fedloom.sites.gathering import Gathering
 from fedloom.sites.messages import Mailbox
 from fedloom.sites.node_config import NodeConfig
 from fedloom.sites.site import Site
@@ -433,7 +434,7 @@ def test_a_site_that_joins_later_counts_with_its_own_samples(tmp_path: Path) -> 
     give_data(grid, own_task(settings), tmp_path)
     late = site(grid, 4)
     late.online = False
-    gathering = server_app.Gathering(settings, Mailbox(grid, PAUSE))
+    gathering = Gathering(settings, Mailbox(grid, PAUSE))
     (tmp_path / "run").mkdir()
     task = gathering.task(3)
     engine = gathering.engine(task)

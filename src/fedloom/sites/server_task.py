@@ -1,0 +1,51 @@
+"""The task of a federation over sites, on the server."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fedloom.data.dataset import Dataset
+from fedloom.data.partition import Partition
+from fedloom.errors import InvalidValue
+from fedloom.runs.configuration import Configuration
+from fedloom.task import Task
+from fedloom.task.making import make_task
+
+
+def task_of_sites(
+    configuration: Configuration,
+    dataset: Dataset,
+    samples: Sequence[int],
+    tests: Sequence[int] | None,
+    seed: int,
+) -> Task:
+    """Return the task of sites with these numbers of samples.
+
+    Args:
+        configuration: The configuration of the federation.
+        dataset: The data set; its test set is the global one, on the server.
+        samples: Training samples of each site.
+        tests: Test samples of each site; None if the sites have no own data.
+        seed: Seed of the initial weights.
+    """
+    data = configuration.data
+    simulated = {
+        "merge": data.merge,
+        "validation": data.validation is not None,
+        "shift": data.shift != "none",
+    }
+    if tests is not None and any(simulated.values()):
+        key = next(key for key, used in simulated.items() if used)
+        remedy = "leave it out if sites have their own data"
+        raise InvalidValue(f"data.{key} needs all data in one place: {remedy}")
+    task = make_task(
+        replace(dataset, train=dataset.train[:0]),
+        partition=Partition.counted(samples),
+        model=configuration.model,
+        training=configuration.training,
+        objective=configuration.objective,
+        metrics=configuration.metrics,
+        seed=seed,
+    )
+    if tests is None or not any(tests):
+        return task
+    return replace(task, local_test=Partition.counted(tests))

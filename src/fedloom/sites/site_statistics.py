@@ -1,0 +1,74 @@
+"""Statistics of the sites' columns, as the server requests and saves them."""
+
+import logging
+import math
+
+from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.report.export import escape_markdown, markdown_table
+from fedloom.sites.agreement import Deployment
+from fedloom.sites.known_sites import KnownSites
+from fedloom.sites.messages import Words, pack, words_of
+from fedloom.state.released import RELEASED, STATISTICS, Release, ReleaseLedger
+from fedloom.survey.column_statistics import Statistics, caption, statistics_table
+from fedloom.survey.federated_statistics import collect
+
+_logger = logging.getLogger("flwr.fedloom")
+
+
+def site_statistics(settings: Deployment, sites: KnownSites) -> Statistics:
+    """Return statistics of the sites' columns, after showing and saving them.
+
+    The cost of noise is in the ledger before any site answers. Statistics with noise are
+    requested once, since a second request would cost the same privacy again.
+    """
+    folder, survey = settings.output, settings.survey
+    path, ledger = folder / "statistics.json", ReleaseLedger(folder / RELEASED, "")
+    ledger.resume(0)
+    statistics = Statistics.read(path) if path.exists() else None
+    if statistics is not None and statistics.noise and not ledger.statistics():
+        raise CheckpointError(
+            f"{ledger.path} has no entry for the cost of {path}: use another folder"
+        )
+    if statistics is None or not statistics.noise:
+        statistics = collect(lambda request: _answers(settings, sites, request, ledger), survey)
+        for suffix in (".json", ".html"):
+            statistics.save(path.with_suffix(suffix))
+    else:
+        _logger.info(
+            "statistics with noise are read from %s: new ones would cost the same privacy again",
+            path,
+        )
+    table = statistics_table(statistics)
+    lines = ([escape_markdown(cell.text) for cell in line] for line in table.to_numpy())
+    text = markdown_table([column.title for column in table.columns], lines)
+    shown = f"statistics of the sites' data:\n\n{text}\n{caption(statistics)}"
+    _logger.info(f"{shown}\nall numbers, and a page: {folder}")  # several lines on purpose
+    return statistics
+
+
+def _answers(
+    settings: Deployment, sites: KnownSites, request: Words, ledger: ReleaseLedger
+) -> dict[int, Words]:
+    """Return every site's answer about its columns.
+
+    Raises:
+        InvalidValue: A site returned no statistics.
+    """
+    if request["noise"] and request["step"] == "sums":
+        length = math.sqrt(request["releases"])
+        ledger.append(Release(0, STATISTICS, request["noise"] / length, length))
+    seconds = settings.deadline or settings.wait
+    content = pack({**request, **sites.briefing})
+    sent = {
+        sites.mailbox.send(site.node, "query.statistics", content): number
+        for number, site in sites.known.items()
+    }
+    answers = {}
+    for message_id, reply in sites.mailbox.collect(filter(None, sent), seconds):
+        try:
+            answers[sent[message_id]] = dict(words_of(reply)["answer"])
+        except (FedloomError, KeyError, TypeError, ValueError) as error:
+            raise InvalidValue(f"site {sent[message_id]} returned no statistics: {error}") from None
+    if silent := sorted({*sent.values()} - answers.keys()):
+        raise InvalidValue(f"site {silent[0]} returned no statistics within {seconds:g} s")
+    return answers
