@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 import fedloom as fl
 from fedloom.data.partition import Partition
 from fedloom.engines.base import Choice, LocalEngine
-from fedloom.engines.choose import START, choice, make_engine, round_seconds
+from fedloom.engines.choose import START_SECONDS, choice, make_engine, round_seconds
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
@@ -192,7 +192,7 @@ def test_work_is_counted_in_multiply_adds() -> None:
     step = 1e-3 + 3 * 10 * multiply_adds(small.model, sample) / 2e10
     steps = sum(2 * -(-int(size) // 10) for size in small.partition.sizes) / 6
     assert once == pytest.approx(3 * steps * step)
-    rounds = int(2 * START / once)
+    rounds = int(2 * START_SECONDS / once)
     for extra, expected in ((0, "rows"), (1, "processes(workers=2)")):
         assert choice(small, replace(SHORT, rounds=rounds + extra), False, None)[0].name == expected
 
@@ -343,6 +343,6 @@ def test_models_that_cannot_be_sent_train_in_rows(parametrize: Any) -> None:
     assert choice(given, LONG, False, None)[0].name.startswith("processes")
     engine = make_engine("default", given, LONG)
     assert type(engine) is RowsEngine
-    assert engine.chosen == Choice("rows", reason="worker processes cannot be sent this task")
+    assert engine.chosen == Choice("rows", reason="this task cannot be sent to worker processes")
     with pytest.raises(InvalidValue, match="cannot send this to its workers"):
         make_engine("processes", given)

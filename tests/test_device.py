@@ -86,9 +86,9 @@ def test_a_configuration_names_its_device(no_gpu: None) -> None:
         ({"device": "cuda:x"}, r"device 'cuda:x' is not allowed: did you mean 'cuda'"),
         (
             {"device": "cuda", "engine": "processes"},
-            r"'processes' takes data on the CPU, not device = 'cuda'",
+            r"'processes' needs data on the CPU, not device = 'cuda'",
         ),
-        ({"device": "cuda:1", "engine": "ray(workers=2)"}, r"'ray' takes data on the CPU.*gpus=1"),
+        ({"device": "cuda:1", "engine": "ray(workers=2)"}, r"'ray' needs data on the CPU.*gpus=1"),
     ):
         with pytest.raises(InvalidValue, match=words) as caught:
             configuration(table)

@@ -45,7 +45,7 @@ def pruned() -> nn.Module:
         (lambda: flat(nn.Linear(64, 10, device="meta")), "device meta: load its weights first"),
         (weight_normed, "computed from its parameters, as by torch.nn.utils.weight_norm"),
         (pruned, "computed from its parameters, as by torch.nn.utils.weight_norm or prune"),
-        (lambda: flat(nn.Linear(64, 10)).double(), r"does not take the data, samples .*float32"),
+        (lambda: flat(nn.Linear(64, 10)).double(), r"does not accept the data, samples .*float32"),
         (
             lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 10)),
             r"samples \[1, 8, 8\] of float32 and 10 classes: .*3 channels",

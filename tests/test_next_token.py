@@ -245,7 +245,7 @@ def test_the_model_predicts_the_next_character_without_looking_ahead(
     )  # for which PyTorch has no such layers
     (notice,) = stacked.federation.notices
     assert notice.startswith(
-        "clients train one by one, since models of this kind cannot be stacked: "
+        "clients train one by one, because models of this kind cannot be stacked: "
     )
     assert torch.equal(stacked.federation.model(), result.federation.model())
     module = build_model(f"recurrent(cell={cell}, width=8)", task.dataset.spec, 0)

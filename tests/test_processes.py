@@ -310,7 +310,7 @@ def test_a_method_may_be_defined_inside_a_function(engine: ProcessesEngine) -> N
         ({"threads": -1}, f"processes: threads must be between 1 and {MOST_WORKERS}, not -1"),
         ({"workers": 2.5}, "processes: workers must be a whole number, not 2.5"),
         ({"workers": True}, "processes: workers must be a whole number, not true"),
-        ({"chunk": 4}, "chunk = 4 is a number of models in a stack: give inside = stacked too"),
+        ({"chunk": 4}, "chunk = 4 is a number of models in a stack: set inside = stacked too"),
         ({"threads": "all"}, "processes: threads must be a whole number, not 'all'"),
         ({"memory_budget": -1}, "memory_budget must be at least 0, not -1"),
         ({"worker": 2}, "processes has no parameter 'worker': .*"),

@@ -282,19 +282,19 @@ def spoilt_layout(monkeypatch: pytest.MonkeyPatch) -> Task:
 SPOILT: dict[str, tuple[Callable[[pytest.MonkeyPatch], Task], str]] = {
     "folded": (
         spoilt_fold,
-        "linear layers train by autograd: without it, after 3 steps the numbers are",
+        "linear layers train with autograd: without it, results after 3 steps differ by",
     ),
     "joint": (
         spoilt_joint_optimizer,
-        "each client has an optimizer of its own: with one, after 3 steps the numbers are",
+        "each client has its own optimizer: with a joint one, results after 3 steps differ by",
     ),
     "stacked": (
         spoilt_stack,
-        "clients train one by one, since models of this kind cannot be stacked: after 3 steps",
+        "clients train one by one, because models of this kind cannot be stacked: results after 3 steps",
     ),
     "layout": (
         spoilt_layout,
-        "images keep their layout in memory: with the channels last, after 3 steps the numbers are",
+        "images keep their layout in memory: with channels last, results after 3 steps differ by",
     ),
 }
 
@@ -328,7 +328,7 @@ def test_a_notice_reaches_the_terminal_and_the_runs_record_once(
     messages = [record.message for record in caplog.records if "one by one" in record.message]
     assert len(messages) == 1
     assert messages[0].startswith(
-        "clients train one by one, since models of this kind cannot be stacked: RuntimeError: "
+        "clients train one by one, because models of this kind cannot be stacked: RuntimeError: "
     )
     lines = json_lines(tmp_path / "timings.jsonl")
     assert [line.get("notices") for line in lines] == [messages, None, None]

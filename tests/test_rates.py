@@ -144,7 +144,7 @@ def test_clients_of_unequal_steps_have_the_rates_of_rows_in_a_stack(
     joint = [
         notice
         for notice in stacked.notices
-        if notice.startswith("each client has an optimizer of its own")
+        if notice.startswith("each client has its own optimizer")
     ]
     assert bool(joint) == settings.get("optimizer", "").endswith(("Normed", "Grouped")), (
         "which shortcut proves itself"

@@ -27,7 +27,7 @@ import torch
 from engine_support import CLIENTS, TASK, assert_same, jobs, run, set_up
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
-from fedloom.engines.choose import make_engine, read_engine, settled_by
+from fedloom.engines.choose import make_engine, read_engine, without_placement
 from fedloom.engines.client_work import ClientResult, WorkDone
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.pickling import dump, load
@@ -406,10 +406,10 @@ def test_what_cannot_travel_is_refused_in_one_line(engine: RayEngine) -> None:
 
 def test_an_address_and_a_number_of_actors_do_not_make_another_run() -> None:
     assert read_engine("ray://host:10001")[1] == {"address": "ray://host:10001"}
-    assert settled_by("ray://host:10001") == "ray"
-    assert settled_by("ray(workers=4, gpus=0.5, address='host:6379')") == "ray"
-    assert settled_by("ray(workers=4, inside=stacked)") == "ray(inside='stacked')"
-    assert settled_by("rows") == "rows"
+    assert without_placement("ray://host:10001") == "ray"
+    assert without_placement("ray(workers=4, gpus=0.5, address='host:6379')") == "ray"
+    assert without_placement("ray(workers=4, inside=stacked)") == "ray(inside='stacked')"
+    assert without_placement("rows") == "rows"
 
 
 JOB = """
@@ -488,7 +488,7 @@ def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
     monkeypatch.setattr(engine.session, "raylet", SimpleNamespace(is_running=lambda: False))
     monkeypatch.setattr(engine._ray, "wait", lambda calls, **_: ([], calls))
     with pytest.raises(
-        FedloomError, match="the same command goes on from the last checkpoint"
+        FedloomError, match="repeat the command to continue from the last checkpoint"
     ) as caught:
         list(engine.train(algorithm, *jobs(engine)))
     assert "\n" not in str(caught.value)

@@ -75,7 +75,8 @@ def test_a_node_that_has_died_is_told_with_how_to_go_on(
     (job, *_) = Comparison.of(plan(tmp_path)).jobs()
     failed = RayPool(LOCAL, 1, threads=1).run([job], lambda event: None, False, lambda: False)
     assert re.match(
-        r"the Ray node .* has died .*: the same command goes on from the last", failed[job.name]
+        r"the Ray node .* has died .*: repeat the command to continue from the last",
+        failed[job.name],
     )
 
 

@@ -246,7 +246,7 @@ def test_images_are_prepared_augmented_and_dropped_alike(augmentation: str) -> N
     )
     (notice,) = on_rows.notices
     assert notice.startswith(
-        "images keep their layout in memory: with the channels last, layers draw other numbers"
+        "images keep their layout in memory: with channels last, layers draw different random numbers"
     )
     assert_same(on_rows, on_stacks, tolerance=1e-5, notices=[notice])
 
@@ -309,7 +309,7 @@ def test_a_model_that_cannot_be_stacked_trains_client_by_client(
     (notice,) = runs[1].timings[0]["notices"]
     assert (
         notice
-        == f"clients train one by one, since models of this kind cannot be stacked: {engine.proof.unstackable}"
+        == f"clients train one by one, because models of this kind cannot be stacked: {engine.proof.unstackable}"
     )
     assert torch.equal(runs[0].model(), runs[1].model())
 
@@ -354,9 +354,7 @@ def test_a_client_that_fails_harms_no_other(chunk: int) -> None:
     assert runs[1].history[0]["faults"] == runs[0].history[0]["faults"]
     assert runs[0].engine.memory().keys() == runs[1].engine.memory().keys()
     torch.testing.assert_close(runs[1].model(), runs[0].model(), rtol=1e-8, atol=1e-8)
-    notice = (
-        "failing: clients train one by one where they fail in lock step: OSError: the disk is full"
-    )
+    notice = "failing: clients that fail in lock step train one by one: OSError: the disk is full"
     assert [timing.get("notices") for timing in runs[1].timings] == [[notice], None]
 
 
@@ -382,7 +380,7 @@ def test_a_stack_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -
     schedule = Schedule(rounds=3, participation=0.7, seed=3, evaluate_every=1)
     run = Federation(build("fedavg"), task, engine, schedule)
     run.run()
-    notice = "a stack of 4 models does not fit in memory: 2 train together from now on"
+    notice = "a stack of 4 models does not fit in memory: from now on, stacks have 2 models"
     assert_same(expected, run, notices=[notice])
     assert engine.chunk == 2
     assert max(sizes) > 2

@@ -138,7 +138,7 @@ def test_a_client_that_kills_its_worker_each_time_harms_no_other(
 
 def test_clients_that_fail_in_a_stack_are_named(engine: ProcessesEngine) -> None:
     federation = run(Failing(), engine)
-    prefix = "failing: clients train one by one where they fail in lock step:"
+    prefix = "failing: clients that fail in lock step train one by one:"
     notices = [
         f"{prefix} {reason}"
         for reason in ("ZeroDivisionError: integer division or modulo by zero", "Private: 1 and 2")

@@ -21,9 +21,9 @@ from fedloom.round import Round
 
 MISTAKES = {
     "ReturnsNothing": "returned nothing",
-    "ReturnsAllOfFit": "returned all that cohort.fit gives",
+    "ReturnsAllOfFit": "returned the whole result of cohort.fit",
     "LosesTheAxis": "without one row for each of 1 clients",
-    "RepliesMore": "the reply holds 'loss', other than `expects` says",
+    "RepliesMore": "the reply holds 'loss', contrary to `expects`",
     "RepliesHalf": "'model' has shape",
     "KeepsAllRows": "left a global model of shape [",
     "Widens": "left a global model of torch.float64, not torch.float32",

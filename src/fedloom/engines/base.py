@@ -1,6 +1,4 @@
-"""Shared by all engines: their registry, client memory, integer buffers and the inspection of
-replies.
-"""
+"""Common parts of all engines: registry, client memory, integer buffers and checks of replies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,14 +23,14 @@ engines: Registry[Callable[..., Any]] = Registry("engine", "fedloom.engines", "f
 
 @dataclass(frozen=True)
 class Choice:
-    """The selected engine, and the reason for a selection by the rule."""
+    """The name of an engine, and the reason if the rule has chosen it."""
 
     name: str
     reason: str = ""
 
     @property
     def named(self) -> bool:
-        """True if the user named the engine."""
+        """True if the user has named the engine."""
         return not self.reason
 
     def __str__(self) -> str:
@@ -40,8 +38,15 @@ class Choice:
 
 
 def load_integers(cohort: Cohort, inbox: Message, initial: Tensor) -> bool:
-    """Load the integer buffers of the inbox, or else those that clients remember (at first
-    `initial`); True if sent.
+    """Load the integer buffers of a cohort into its module.
+
+    Args:
+        cohort: The clients.
+        inbox: Messages of the clients. Its integer buffers are removed.
+        initial: Initial buffers, `[Z]`. Used for clients without buffers in inbox and memory.
+
+    Returns:
+        True if the inbox contained the buffers.
     """
     sent = inbox.pop(INTEGERS, None)
     if cohort.layout.integers:
@@ -50,9 +55,14 @@ def load_integers(cohort: Cohort, inbox: Message, initial: Tensor) -> bool:
     return sent is not None
 
 
-def keep_integers(cohort: Cohort, reply: Message, sent: bool) -> None:
-    """Put the trained integer buffers into the reply if they were `sent`, else into the memory of
-    the clients that upload.
+def store_integers(cohort: Cohort, reply: Message, sent: bool) -> None:
+    """Store the trained integer buffers of a cohort.
+
+    Args:
+        cohort: The clients.
+        reply: The replies. The buffers are added if the server has sent them.
+        sent: True if the server has sent the buffers. Otherwise they are written to the memory of
+            the uploading clients.
     """
     if sent:
         reply[INTEGERS] = cohort.flat_module.integers()
@@ -61,31 +71,29 @@ def keep_integers(cohort: Cohort, reply: Message, sent: bool) -> None:
 
 
 class LocalEngine(Engine):
-    """Base of the engines that this process directs, with one store of the clients' memory.
+    """Base class of engines that this process controls, with one store of the clients' memory.
 
     Args:
-        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently
-            used clients go to files.
+        memory_budget: Bytes of client memory in this process. If clients need more, the memory of
+            the least recently used clients is moved to files.
     """
 
-    chosen: Choice | None = None  # of this engine, if `make_engine` made it
+    chosen: Choice | None = None  # set by `make_engine`
     task: Task
 
     def __init__(self, memory_budget: int) -> None:
         self.store = ClientStore(budget=memory_budget)
         self.notices: list[str] = []
-        self._standing: list[str] | None = None
+        self._initial_notices: list[str] | None = None
 
-    def renew_notices(self) -> None:
-        """Keep the notices from before the first round alone: all others were reported, or are of
-        another federation.
-        """
-        if self._standing is None:
-            self._standing = list(self.notices)
-        self.notices = list(self._standing)
+    def reset_notices(self) -> None:
+        """Remove the notices of earlier rounds. They were reported, or belong to another federation."""
+        if self._initial_notices is None:
+            self._initial_notices = list(self.notices)
+        self.notices = list(self._initial_notices)
 
     def notice(self, text: str) -> None:
-        """Add a notice of the run, once."""
+        """Add a notice, unless it exists already."""
         if text not in self.notices:
             self.notices.append(text)
 
@@ -109,76 +117,95 @@ class LocalEngine(Engine):
 
 
 def run_training(pipeline: Pipeline, cohort: Cohort, inbox: Message) -> Message:
-    """Return the replies of a cohort; `InvalidValue` if it has not one row a client, or the inbox
-    was changed.
+    """Train a cohort and check its replies.
+
+    Args:
+        pipeline: Pipeline of the round.
+        cohort: The clients.
+        inbox: Messages of the clients, `[k, ...]` or `[1, ...]` by name.
+
+    Returns:
+        The replies by name, `[k, ...]`, without autograd graph.
+
+    Raises:
+        InvalidValue: If a reply does not have one row per client, or training changed the inbox.
     """
     versions = [(name, rows, rows._version) for name, rows in inbox.items()]
     message = pipeline.work(cohort, inbox)
     fault = _message_fault(message, len(cohort.clients))
     changed = [name for name, rows, version in versions if rows._version != version]
     if not fault and changed:
-        fault = f"changed inbox[{changed[0]!r}] in place, which others are sent too: change a clone() of it"
-    if fault:
-        clients = ", ".join(map(str, cohort.clients[:3])) + (
-            ", ..." if len(cohort.clients) > 3 else ""
+        fault = (
+            f"changed inbox[{changed[0]!r}] in place, but other clients receive the same tensor: "
+            "change a clone() of it"
         )
+    if fault:
+        clients = ", ".join(map(str, cohort.clients[:3]))
+        clients += ", ..." if len(cohort.clients) > 3 else ""
         kind = type(pipeline.algorithm)
         location = in_brackets(code_location(kind.train))
         raise InvalidValue(f"{kind.__name__}.train of client {clients} {fault}{location}")
-    # no reply keeps the graph of its training
     return {name: rows.detach() for name, rows in message.items()}
 
 
 def _message_fault(message: object, clients: int) -> str:
-    """Return the reason why that is no message with one row for each client, and a remedy; empty if
-    it is one.
-    """
+    """Return the fault of a message and its remedy, or "" if it has one row per client."""
     if message is None:
-        return 'returned nothing: it must return a message, such as {"model": cohort.fit(inbox["model"]).model}'
+        example = '{"model": cohort.fit(inbox["model"]).model}'
+        return f"returned nothing: it must return a message, such as {example}"
     if isinstance(message, Trained):
-        return 'returned all that cohort.fit gives: return {"model": trained.model}'
+        return 'returned the whole result of cohort.fit: return {"model": trained.model}'
     if not isinstance(message, Mapping):
-        return f'returned a {type(message).__name__}: it must return named tensors, such as {{"model": weights}}'
+        example = '{"model": weights}'
+        kind = type(message).__name__
+        return f"returned a {kind}: it must return named tensors, such as {example}"
     for name, rows in message.items():
         if not isinstance(rows, Tensor):
-            cure = (
-                "give its .model"
-                if isinstance(rows, Trained)
-                else "give a tensor with one row a client"
+            value = (
+                "its .model" if isinstance(rows, Trained) else "a tensor with one row per client"
             )
-            return f"returned {name!r} as {type(rows).__name__}: {cure}"
+            return f"returned {name!r} as {type(rows).__name__}: return {value}"
         if rows.dim() == 0 or len(rows) != clients:
-            cure = f"keep the leading client axis, [{clients}, ...]"
-            return f"returned {name!r} of shape {list(rows.shape)}, without one row for each of {clients} clients: {cure}"
+            return (
+                f"returned {name!r} of shape {list(rows.shape)}, without one row for each of "
+                f"{clients} clients: keep the leading client axis, [{clients}, ...]"
+            )
     return ""
 
 
 def inspect_reply(
     pipeline: Pipeline, round: Round, tensors: Mapping[str, Tensor], expected: Specs
 ) -> None:
-    """Raise `RefusedReply` unless a reply has the expected names, shapes and types and is finite,
-    decoded too.
+    """Check the reply of one client, also after decoding.
+
+    Args:
+        pipeline: Pipeline of the round.
+        round: The round.
+        tensors: Tensors of the reply by name.
+        expected: Shapes and types of the reply by name.
+
+    Raises:
+        RefusedReply: If names, shapes or types differ from `expected`, or a value is not finite.
     """
     kind = type(pipeline.algorithm).__name__
     if tensors.keys() != expected.keys():
-        lacking = [f"lacks {name!r}" for name in sorted(expected.keys() - tensors.keys())]
-        holding = [f"holds {name!r}" for name in sorted(tensors.keys() - expected.keys())]
-        raise RefusedReply(
-            f"the reply {' and '.join([*lacking, *holding])}, other than `expects` says"
-        )
+        missing = [f"lacks {name!r}" for name in sorted(expected.keys() - tensors.keys())]
+        unexpected = [f"holds {name!r}" for name in sorted(tensors.keys() - expected.keys())]
+        fault = " and ".join([*missing, *unexpected])
+        raise RefusedReply(f"the reply {fault}, contrary to `expects`")
     for name, (shape, dtype) in expected.items():
         tensor = tensors[name]
         if tuple(tensor.shape) != tuple(shape):
             raise RefusedReply(
-                f"{name!r} has shape {list(tensor.shape)}, not {list(shape)} as `expects` says"
+                f"{name!r} has shape {list(tensor.shape)}, but `expects` requires {list(shape)}"
             )
         if tensor.is_complex():
-            raise RefusedReply(f"{name!r} holds complex numbers")
+            raise RefusedReply(f"{name!r} has complex numbers: only real numbers are allowed")
         if dtype is not None and tensor.dtype != dtype:
-            received, example = _short(tensor.dtype), f"{name}.to(inbox['model'])"
-            cure = f"convert it, such as {example}, or give {name!r} a TensorSpec of {received} in `expects`"
+            received = _short(tensor.dtype)
             raise RefusedReply(
-                f"{kind}.train returned {name!r} as {received}, not {_short(dtype)}: {cure}"
+                f"{kind}.train returned {name!r} as {received}, not {_short(dtype)}: convert it, "
+                f"such as {name}.to(inbox['model']), or set its TensorSpec in `expects` to {received}"
             )
     _require_finite(tensors)
     if any(dtype is None for _, dtype in expected.values()):
@@ -191,8 +218,7 @@ def inspect_reply(
 
 def _require_finite(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        # A length beyond the floats is as good as infinite: nothing that is computed from it would
-        # be finite.
+        # An infinite norm is refused too: values computed from the tensor would be infinite.
         if tensor.is_floating_point() and not bool(torch.linalg.vector_norm(tensor).isfinite()):
             fault = "has no finite length" if bool(tensor.isfinite().all()) else "is not finite"
             raise NotFinite(f"{name!r} {fault}")

@@ -1,5 +1,6 @@
-"""Make an engine by its name, or by a rule where nobody names one: by the model, the method, sizes
-and cores, without a clock.
+"""Creation of engines by name or by a rule.
+
+The rule depends on the model, the method, sizes and cores. It measures no time.
 """
 
 from dataclasses import replace
@@ -26,35 +27,36 @@ from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
 PLACEMENT = ("workers", "threads", "cpus", "gpus", "address", "memory_budget", "object_store")
-"""Options that decide where and how fast clients train and leave the results alone, but for the
-last digits of sums.
-"""
+"""Options that change where and how fast clients train, but only the last digits of results."""
 
 DEFAULT = "default"
-"""Name of the engine that a rule chooses."""
+"""Name of the engine that the rule chooses."""
 
-START = 6.0
-"""Seconds that starting worker processes may cost."""
+START_SECONDS = 6.0
+"""Estimated time to start worker processes."""
 
 STEP_SECONDS, MULTIPLY_ADDS = 1e-3, 2e10
-"""Seconds of a step outside stacks on one core, and multiply-adds per second on top. Of
-convolutions, from digits_cnn (0.1 million a sample) to ResNet-20 (34 million), the sum was right
-within a factor of 2.5.
+"""Cost of a step outside stacks on one core: constant seconds, and multiply-adds per second.
+
+For convolutions from digits_cnn (0.1 million multiply-adds per sample) to ResNet-20 (34 million),
+the estimate was correct within a factor of 2.5.
 """
 
 STACK_STEP_SECONDS, STACK_MULTIPLY_ADDS = 3e-5, 4.5e10
-"""The same of a client's step in a stack of linear layers."""
+"""The same cost for a client's step in a stack of linear layers."""
 
 SPLIT_SECONDS = 0.04
-"""Seconds of a round on one core from which it pays to spread stacks over processes. Below,
-messages cost more than they save: on two idle cores two processes took 0.7 of the time of one with
-ten MLPs (0.1 s), 0.75 with a hundred logistic regressions (0.15 s), and 1.4 with ten of these
-(0.015 s).
+"""Smallest duration of a round on one core for which stacks are spread over processes.
+
+In shorter rounds the messages cost more than the processes save. On two idle cores, two processes
+took 0.7 of the time of one process with ten MLPs (0.1 s), 0.75 with a hundred logistic regressions
+(0.15 s), and 1.4 with ten logistic regressions (0.015 s).
 """
 
 SMALL_STEP = 1e7
-"""Multiply-adds of a client's step over frozen linear layers below which stacks beat rows: 0.35 of
-their time at 4e6.
+"""Largest number of multiply-adds of a step over frozen linear layers that trains in stacks.
+
+At 4e6, stacks take 0.35 of the time of rows.
 """
 
 
@@ -68,27 +70,27 @@ def make_engine(
     begun: Choice | None = None,
     **options: Any,
 ) -> LocalEngine:
-    """Make an engine by name. Its `chosen` says which one it is, and why if the rule chose it.
+    """Create an engine by name. Its attribute `chosen` has the name and the reason of the rule.
 
-    Engines agree to float tolerance and not bit for bit, so a run that must repeat exactly
-    elsewhere names its engine.
+    Results of different engines are equal to float tolerance, but not bitwise. Name the engine of a
+    run that must be repeated exactly on another machine.
 
     Args:
         name: `rows`, `stacked`, `processes`, `ray` or `default`, with options in brackets if any:
-            `ray(workers=4, gpus=1)`. `ray://host:port` is `ray(address='ray://host:port')`; `auto`
+            `ray(workers=4, gpus=1)`. `ray://host:port` is `ray(address='ray://host:port')`. `auto`
             is an older name of `default`.
-        task: What clients train.
-        schedule: Rounds and participation, by which the rule counts the work; without it, rounds
-            count as many.
-        in_process: Start no processes by the rule, since recorders hook client training or other
-            runs share the cores.
-        algorithm: The method, which the rule asks if its clients can be stacked.
-        begun: The choice a resumed run began with; the rule keeps it.
-        **options: Options of the engine, in addition to those in the name.
+        task: Data, model and local training.
+        schedule: Rounds and participation, from which the rule estimates the work. Without it, the
+            rule assumes many rounds.
+        in_process: True to start no processes by the rule, because recorders observe the training
+            or other runs use the cores.
+        algorithm: The method. The rule checks if its clients can be stacked.
+        begun: Choice with which a resumed run began. The rule returns the same engine.
+        **options: Options of the engine, in addition to the options in the name.
 
     Raises:
-        UnknownName: There is no engine of this name.
-        InvalidValue: The engine does not take these options.
+        UnknownName: If no engine has this name.
+        InvalidValue: If the engine does not have these options.
     """
     entry, settings = read_engine(name, **options)
     facts = (schedule, in_process, algorithm, begun) if entry.make is by_rule else ()
@@ -98,32 +100,51 @@ def make_engine(
 
 
 def read_engine(text: str, **options: Any) -> tuple[Entry[Any], dict[str, Any]]:
-    """Return the engine that `text` names, and its options with `options`; `UnknownName` or
-    `InvalidValue` in one line.
+    """Parse the name of an engine.
+
+    Args:
+        text: Name with options in brackets.
+        **options: Further options.
+
+    Returns:
+        The registered engine, and all its options.
+
+    Raises:
+        UnknownName: If no engine has this name.
+        InvalidValue: If the engine does not have these options.
     """
     call = Call("ray", named={"address": text}) if text.startswith("ray://") else parse(text)
     return engines.read(replace(call, named={**call.named, **options}))
 
 
 def require_engine_on(text: str, device: str) -> None:
-    """Raise `InvalidValue` unless `text` names an engine and `device` a device that it takes tasks
-    on.
+    """Check that an engine can train on a device.
+
+    Args:
+        text: Name of the engine with options.
+        device: `cpu`, `cuda`, `cuda:1` or `auto`.
+
+    Raises:
+        InvalidValue: If the engine or the device does not exist, or the engine needs another one.
     """
     entry, _ = read_engine(text)
     require_device(device)
     if device.startswith("cuda") and entry.name in ("processes", "ray"):
         remedy = (
-            "ray(gpus=1) takes GPUs of its own" if entry.name == "ray" else "take stacked or rows"
+            "set device = 'cpu' and engine = 'ray(gpus=1)' to train on GPUs"
+            if entry.name == "ray"
+            else "use the engine stacked or rows"
         )
         raise InvalidValue(
-            f"engine {entry.name!r} takes data on the CPU, not device = {device!r}: {remedy}"
+            f"engine {entry.name!r} needs data on the CPU, not device = {device!r}: {remedy}"
         )
 
 
 @cache
-def settled_by(text: str) -> str:
-    """Return the engine without its `PLACEMENT` options: a run may be resumed with more workers or
-    at another address.
+def without_placement(text: str) -> str:
+    """Return the name of an engine without its `PLACEMENT` options.
+
+    A run may resume with other values of these options, such as more workers or another address.
     """
     entry, options = read_engine(text)
     return str(
@@ -145,25 +166,28 @@ def by_rule(
     *,
     memory_budget: int = BUDGET,
 ) -> LocalEngine:
-    """Make the engine that is usually fastest on a task like this: the same one every time on the
-    same kind of machine.
+    """Create the engine that is usually the fastest for a task.
 
-    On a CPU, chains of linear layers train in stacks if the method's clients can train together,
-    and other models in worker processes, one for each thread, if training takes twice as long as
-    their start. Stacks are spread over worker processes too if rounds are long. On a GPU, models
-    train in stacks of as many as fit in memory. Everything else trains row by row.
+    The choice is the same for the same task on the same kind of machine:
 
-    A resumed run goes on in the engine that it was `begun` in. If no processes may start here, it
-    goes on in this process: to the same numbers in rows, to float tolerance in stacks.
+    - On a CPU, chains of linear layers train in stacks if clients of the method can train in lock
+      step. If rounds are long, the stacks are spread over worker processes.
+    - Other models train in worker processes, one per thread, if training takes twice as long as
+      the start of the processes.
+    - On a GPU, models train in stacks that fill the memory.
+    - All other tasks train row by row.
+
+    A resumed run continues in the engine with which it began. If no processes may start here, it
+    continues in this process: with the same results in rows, and to float tolerance in stacks.
 
     Args:
-        task: What clients train.
-        schedule: Rounds and participation; without it, rounds count as many.
-        in_process: Start no processes.
-        algorithm: The method; without it, its clients count as stackable.
-        begun: The choice that a resumed run began with.
-        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently
-            used clients go to files.
+        task: Data, model and local training.
+        schedule: Rounds and participation. Without it, the rule assumes many rounds.
+        in_process: True to start no processes.
+        algorithm: The method. Without it, clients count as stackable.
+        begun: Choice with which a resumed run began.
+        memory_budget: Bytes of client memory in this process. If clients need more, the memory of
+            the least recently used clients is moved to files.
     """
     chosen, proof = (begun, None) if begun else choice(task, schedule, in_process, algorithm)
     stacks, spreads = "stacked" in chosen.name, chosen.name.startswith("processes")
@@ -176,18 +200,18 @@ def by_rule(
         except CannotSend:
             if begun:
                 raise
-            reason = "worker processes cannot be sent this task"
+            reason = "this task cannot be sent to worker processes"
             chosen = Choice("stacked" if stacks else "rows", reason=reason)
-            in_this = StackedEngine if stacks else RowsEngine
-            engine = in_this(task, proof, memory_budget=memory_budget)
+            kind = StackedEngine if stacks else RowsEngine
+            engine = kind(task, proof, memory_budget=memory_budget)
     else:
         engine = (StackedEngine if stacks else RowsEngine)(task, proof, memory_budget=memory_budget)
         if spreads:
-            clients = (
+            consequence = (
                 "clients train in one process" if stacks else "clients train one after another"
             )
             engine.notice(
-                f"the run began in {chosen.name}, but starts no processes here: {clients}"
+                f"the run began in {chosen.name}, but starts no processes here: {consequence}"
             )
     engine.chosen = chosen
     return engine
@@ -196,12 +220,20 @@ def by_rule(
 def choice(
     task: Task, schedule: Schedule | None, in_process: bool, algorithm: Method | None
 ) -> tuple[Choice, Proof | None]:
-    """Return the rule's choice, and the proof of the task's shortcuts if it took one."""
-    cuda, spreads, workers = (
-        task.initial.is_cuda,
-        has_cores(task) and not in_process,
-        most_workers(task, schedule),
-    )
+    """Choose an engine by the rule of `by_rule`.
+
+    Args:
+        task: Data, model and local training.
+        schedule: Rounds and participation, or None for many rounds.
+        in_process: True to start no processes.
+        algorithm: The method, or None for a stackable one.
+
+    Returns:
+        The choice, and the proof of the task's shortcuts if the rule needed it.
+    """
+    cuda = task.initial.is_cuda
+    spreads = has_cores(task) and not in_process
+    workers = most_workers(task, schedule)
     stackable = algorithm is None or unstackable_method(components(algorithm)) is None
     plain = stackable and task.training.autocast == "none"
     products = (
@@ -219,27 +251,22 @@ def choice(
             return Choice("rows", reason="models of this task cannot be stacked"), proof
         if cuda:
             if StackedEngine(task, proof).chunk == 1:
-                return Choice(
-                    "rows", reason="the memory of the GPU holds one model in training"
-                ), proof
+                reason = "the memory of the GPU is too small for several models in training"
+                return Choice("rows", reason=reason), proof
             return Choice("stacked", reason="models train fastest in stacks on a GPU"), proof
         if not products:
             return Choice(
                 "stacked", reason="small steps over frozen linear layers train fastest in stacks"
             ), proof
         seconds = round_seconds(task, schedule, STACK_STEP_SECONDS, STACK_MULTIPLY_ADDS)
-        if (
-            spreads
-            and workers > 1
-            and seconds > SPLIT_SECONDS
-            and _outweighs_start(schedule, seconds)
-        ):
+        long = seconds > SPLIT_SECONDS and _exceeds_start(schedule, seconds)
+        if spreads and workers > 1 and long:
             name = f"processes(workers={workers}, inside=stacked)"
-            return Choice(name, reason="stacks of linear layers are worth all cores"), proof
+            return Choice(name, reason="rounds are long enough for stacks on all cores"), proof
         return Choice("stacked", reason="linear layers train fastest in stacks"), proof
     if not spreads:
         return Choice("rows", reason="no worker processes are started here"), None
-    if not _outweighs_start(schedule, round_seconds(task, schedule)):
+    if not _exceeds_start(schedule, round_seconds(task, schedule)):
         return Choice("rows", reason="too little training for the start of workers"), None
     return Choice(
         f"processes(workers={workers})", reason="training outweighs the start of workers"
@@ -247,7 +274,7 @@ def choice(
 
 
 def _low_rank(task: Task) -> bool:
-    """Return True for small steps of a model of linear layers, some of them frozen, as with LoRA."""
+    """Return True for small steps of linear layers with frozen ones among them, as with LoRA."""
     layers = [
         layer
         for layer in task.model.modules()
@@ -257,9 +284,9 @@ def _low_rank(task: Task) -> bool:
     return linear and step_multiply_adds(task) < SMALL_STEP
 
 
-def _outweighs_start(schedule: Schedule | None, seconds: float) -> bool:
-    """Return True if rounds of so many seconds take together twice as long as the start of workers."""
-    return schedule is None or schedule.rounds * seconds > 2 * START
+def _exceeds_start(schedule: Schedule | None, seconds: float) -> bool:
+    """Return True if all rounds, of `seconds` each, take over twice as long as starting workers."""
+    return schedule is None or schedule.rounds * seconds > 2 * START_SECONDS
 
 
 def round_seconds(
@@ -268,8 +295,13 @@ def round_seconds(
     step: float = STEP_SECONDS,
     multiply_adds: float = MULTIPLY_ADDS,
 ) -> float:
-    """Estimate the seconds that a round's local training takes one core: `step` each and so many
-    multiply-adds per second.
+    """Estimate the duration of a round's local training on one core, in seconds.
+
+    Args:
+        task: Data, model and local training.
+        schedule: Participation, or None if all clients train.
+        step: Constant seconds of a step.
+        multiply_adds: Multiply-adds per second.
     """
     clients = task.clients if schedule is None else schedule.participants(task.clients)
     return clients * mean_steps(task) * (step + step_multiply_adds(task) / multiply_adds)

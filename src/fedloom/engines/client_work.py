@@ -1,7 +1,7 @@
-"""The messages between an engine and its workers, and the worker's side: the same in a local
-process and in a Ray actor.
+"""Messages between an engine and its workers, and the worker's side.
 
-A worker keeps nothing between two pieces of work, so its answer depends only on what it was sent.
+They are the same for local processes and Ray actors. A worker has no state between two messages, so
+its answer depends only on its messages.
 """
 
 import pickle
@@ -33,30 +33,40 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message: the task, how clients train in the worker, and the settings of PyTorch."""
+    """The first message to a worker.
+
+    Attributes:
+        task: Data, model and local training.
+        inside: Engine in the worker, `rows` or `stacked`.
+        chunk: Number of clients that train in lock step. None: chosen in the worker.
+        proof: Shortcuts that the task allows. None if the worker has another device.
+        dtype: PyTorch's default type.
+        precision: PyTorch's precision of float32 matrix products.
+        deterministic: True if PyTorch uses deterministic algorithms.
+    """
 
     task: Task
     inside: str = "rows"
     chunk: int | None = 1
-    # shortcuts that the task allows, if workers run on the device that it was proven on
     proof: Proof | None = None
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
     def make_engine(self, device: torch.device | None) -> RowsEngine:
-        """Apply the settings and make the engine that trains clients in this worker, on `device` if
-        there is one.
-        """
+        """Apply the settings, and create the engine of this worker on `device`."""
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)
-        # to set it imports PyTorch's compiler
+        # Set it only if needed: setting it imports PyTorch's compiler.
         if torch.are_deterministic_algorithms_enabled() != self.deterministic:
             torch.use_deterministic_algorithms(self.deterministic)
         task = self.task
         if device is not None and device.type == "cuda":
             if not torch.cuda.is_available():
-                raise FedloomError("Ray gave an actor a GPU, but PyTorch finds none there")
+                raise FedloomError(
+                    "Ray assigned a GPU to an actor, but PyTorch finds no GPU on its node: install "
+                    "a PyTorch build with CUDA there"
+                )
             task = task.to(device)
         if self.inside == "rows":
             return RowsEngine(task, self.proof, memory_budget=sys.maxsize)
@@ -65,11 +75,17 @@ class Setup:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Data of a round: the method, the names, shapes and types expected in a reply, and tensors
-    sent to several clients.
+    """Data of a round for all its clients.
 
-    With an `exchange`, the round's, also what folding blocks of `size` slots takes: the server's
-    state before, and the slots.
+    Attributes:
+        pipeline: Pipeline of the round.
+        round: The round.
+        expected: Names, shapes and types of replies.
+        common: Tensors that several clients receive.
+        exchange: Record of the round, if workers fold blocks of replies.
+        state: State of the server before the round, for folding.
+        slots: Number of slots of the round, for folding.
+        size: Number of slots in a block, for folding.
     """
 
     pipeline: Pipeline
@@ -84,8 +100,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class ClientWork:
-    """One client: its task, its memory, and the shared tensors that its reply is written into (all
-    others are sent back).
+    """The work of one client.
+
+    Attributes:
+        job: Its job.
+        memory: Its memory.
+        targets: Tensors in shared memory for its reply. All other tensors are sent in the answer.
     """
 
     job: Job
@@ -95,9 +115,7 @@ class ClientWork:
 
 @dataclass(frozen=True)
 class Work:
-    """Clients that train or are evaluated; with `fold` they are a full block, whose replies are
-    folded.
-    """
+    """Clients that train or are evaluated. With `fold` they are a whole block to be folded."""
 
     kind: Literal["train", "evaluate"]
     clients: tuple[ClientWork, ...]
@@ -106,7 +124,13 @@ class Work:
 
 @dataclass(frozen=True)
 class ClientResult:
-    """A trained client: the tensors that are not in shared memory, metrics, writes to its memory."""
+    """The result of one client.
+
+    Attributes:
+        tensors: Tensors of the reply that are not in shared memory.
+        metrics: Figures of the training by name.
+        written: Tensors that the client has written to its memory.
+    """
 
     tensors: Tensors
     metrics: Mapping[str, float]
@@ -115,8 +139,12 @@ class ClientResult:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """Results of a piece of work, of training in order; new notices; and the aggregate of a folded
-    block.
+    """The answer to a `Work`.
+
+    Attributes:
+        results: Results of the clients. Those of training are in the order of the jobs.
+        notices: New warnings for the user.
+        folded: Aggregate of the block, if it was folded.
     """
 
     results: tuple[ClientResult | Fault | Tally, ...]
@@ -125,7 +153,7 @@ class WorkDone:
 
 
 class ClientTrainer:
-    """The worker's side."""
+    """Trains clients in a worker."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
@@ -135,8 +163,15 @@ class ClientTrainer:
     def take(
         self, setup: Packed | None, assignment: Packed | None, work: Packed
     ) -> WorkDone | Exception:
-        """Do a piece of work, with a new `Setup` and `Assignment` if they are given; return the
-        answers, or the exception.
+        """Handle the messages of `WorkerHandle.submit`.
+
+        Args:
+            setup: Packed `Setup`, if it is new.
+            assignment: Packed `Assignment`, if it is new.
+            work: Packed `Work`.
+
+        Returns:
+            The answer, or the exception that the parent raises.
         """
         try:
             if setup is not None:
@@ -147,15 +182,15 @@ class ClientTrainer:
                 self._engine, self._assignment, load(*work, common=self._assignment.common)
             )
         except FedloomError as error:
-            return _portable(error)
+            return _picklable(error)
         except Exception as error:
-            return FedloomError(f"a worker cannot take part: {error_text(error)}")
+            return FedloomError(f"a worker failed: {error_text(error)}")
 
     def _answers(
         self, engine: RowsEngine, assignment: Assignment, work: Work
     ) -> WorkDone | Exception:
         pipeline, round = assignment.pipeline, assignment.round
-        engine.renew_notices()
+        engine.reset_notices()
         engine.store.begin(None)
         for client in work.clients:
             if client.memory:
@@ -168,7 +203,7 @@ class ClientTrainer:
                     tuple(engine.evaluate(pipeline, round, jobs)), tuple(engine.notices)
                 )
             except Exception as error:
-                return _portable(error)
+                return _picklable(error)
         trained = list(engine.train_block(pipeline, round, jobs, assignment.expected))
         folded = None
         if work.fold:
@@ -192,20 +227,20 @@ class ClientTrainer:
 def _folded(
     task: Task, assignment: Assignment, jobs: Sequence[Job], trained: Sequence[Answer | Fault]
 ) -> FoldedBlock:
-    """Return the replies of a block of slots, folded as the server would."""
+    """Fold the replies of a block in the same way as the server."""
     assignment.pipeline.restore(assignment.state)
     weigh, fold = partial(weights_of, task), partial(assignment.pipeline.fold, assignment.round)
     size = assignment.size
     replies = RoundReplies(jobs, assignment.slots, size, weigh, fold, exchange=assignment.exchange)
     replies.collect(trained)
-    number = min(task.slot for task in jobs if task.slot is not None) // size
+    number = min(job.slot for job in jobs if job.slot is not None) // size
     return FoldedBlock(number, replies.aggregate, replies.integers, replies.bytes)
 
 
 def _answer(engine: RowsEngine, client: ClientWork, result: Answer | Fault) -> ClientResult | Fault:
-    """Return one client's result, with its reply written into shared memory as far as that fits."""
+    """Return one client's result. Write the tensors with a target into shared memory."""
     if isinstance(result, Fault):
-        error = None if result.error is None else _portable(result.error)
+        error = None if result.error is None else _picklable(result.error)
         return replace(result, job=replace(result.job, inbox={}), error=error)
     tensors = {} if result.job.slot is None else dict(result.tensors)
     for name in client.targets.keys() & tensors.keys():
@@ -217,8 +252,8 @@ def _answer(engine: RowsEngine, client: ClientWork, result: Answer | Fault) -> C
     return ClientResult(tensors, result.metrics, written)
 
 
-def _portable(error: Exception) -> Exception:
-    """Return the error with its place in the code, or one of the same text if it cannot be pickled."""
+def _picklable(error: Exception) -> Exception:
+    """Return the error with its code location. Replace it by its text if it cannot be pickled."""
     mark_location(error)
     try:
         pickle.loads(cloudpickle.dumps(error))
@@ -234,8 +269,9 @@ def _portable(error: Exception) -> Exception:
 
 
 def slim(task: Task) -> Task:
-    """Return the task without data that workers do not need: test set, hidden labels, a second copy
-    of the samples.
+    """Return the task without test set, hidden labels and the second reference to the samples.
+
+    Workers do not need them.
     """
     empty = task.test[:0]
     dataset = replace(task.dataset, train=task.train[:0], test=empty, encoding=None)

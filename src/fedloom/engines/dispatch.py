@@ -1,5 +1,6 @@
-"""Engines that train clients in other processes: how clients are spread over workers, and dead
-workers replaced.
+"""Base of engines that train clients in other processes.
+
+It distributes clients over workers and replaces dead workers.
 """
 
 import copy
@@ -7,8 +8,9 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -39,84 +41,94 @@ from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
 ATTEMPTS = 3
-"""Deaths of its worker after which a client fails."""
+"""Number of times that a client's worker may die before the client fails."""
 
 CLIENTS_AHEAD = 2
-"""Clients per worker that may be handed out beyond the block of slots whose replies are folded
-next.
-"""
+"""Clients per worker that may be handed out beyond the next block of slots to be folded."""
 
 BLOCKS = 2
-"""Fewest blocks of slots per worker for workers to fold them: with two, a slow worker leaves its
-second to the others.
+"""Smallest number of blocks of slots per worker for which workers fold blocks.
+
+With two, other workers can take the second block of a slow worker.
 """
 
 MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
-"""Upper limit for workers and for the threads of each: more cannot help on this machine."""
+"""Upper limit of workers, and of threads per worker. More do not help on this machine."""
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 
 
 Group = tuple[int, Sequence[Job]]
-"""Number of a block of slots, and clients of it that are handed out together."""
+"""Number of a block of slots, and jobs of this block that one worker receives."""
 
 
 class CannotSend(InvalidValue):
-    """A task, a method or a message cannot be pickled, so that no worker can have it."""
+    """A task, a method or a message cannot be pickled, so it cannot be sent to workers."""
 
 
 class WorkerDied(Exception):
-    """A worker process or actor has ended; the text says how, in one line."""
+    """A worker process or actor has ended. The text is the reason in one line."""
 
 
 class WorkerHandle(ABC):
     """The engine's side of one worker."""
 
     def __init__(self) -> None:
-        self.group: Group | None = None  # whose answers are awaited
-        self.busy, self.ready = True, False  # an answer is due; it has answered once
+        self.group: Group | None = None  # the group in work; None: the next answer is ignored
+        self.busy = True  # the worker has not answered its last message yet
+        self.ready = False  # the worker has started
         self._setup: Any = None
         self._assignment: Any = None
 
-    def give(self, setup: Any, assignment: Any, work: Any, group: Group) -> None:
-        """Send it clients to work on, with the setup and the assignment if it lacks them. Messages
-        are packed.
+    def submit(self, setup: Any, assignment: Any, work: Any, group: Group) -> None:
+        """Send packed work to the worker.
+
+        Args:
+            setup: Packed `Setup`. It is sent only if the worker has another one.
+            assignment: Packed `Assignment`. It is sent only if the worker has another one.
+            work: Packed `Work`.
+            group: The jobs of the work.
         """
         self.group, self.busy = group, True
-        begins = self._setup is not setup
-        announced = assignment if begins or self._assignment is not assignment else None
+        new_setup = self._setup is not setup
+        new_assignment = new_setup or self._assignment is not assignment
         self._setup, self._assignment = setup, assignment
-        self.send(setup if begins else None, announced, work)
+        self.send(setup if new_setup else None, assignment if new_assignment else None, work)
 
-    def listen(self) -> WorkDone | Exception:
-        """Receive its answers, the first of which only says that it has started. Raises
-        `WorkerDied`.
+    def collect(self) -> WorkDone | Exception:
+        """Receive the worker's answer, or raise `WorkerDied`.
+
+        The first answer of a worker has no results. It reports that the worker has started.
         """
         answers = self.receive()
         self.group, self.busy, self.ready = None, False, True
         if isinstance(answers, Exception):
-            self._setup = None  # it may lack it
+            self._setup = None  # the worker may have failed to load it: send it again
         return answers
 
     @abstractmethod
     def send(self, setup: Any, assignment: Any, work: Any) -> None:
-        """Send messages to the worker's `ClientTrainer.take`. If the worker is dead, `receive`
-        reports it.
-        """
+        """Send messages to the worker's `ClientTrainer.take`. Report a dead worker in `receive`."""
 
     @abstractmethod
     def receive(self) -> WorkDone | Exception:
-        """Receive the answers for `listen`."""
+        """Receive the answer of the worker."""
 
     @abstractmethod
     def end(self) -> None:
-        """Stop it at once. Nothing is lost: a worker keeps nothing between two pieces of work."""
+        """Stop the worker at once. No data is lost: workers have no state between messages."""
 
 
 @dataclass
 class ReplyMatrices:
-    """Matrices `[size, ...]` of the `expected` tensors of each block of slots, made when a client
-    of it is handed out.
+    """Matrices for the replies of each block of slots, allocated when its first client is sent.
+
+    Attributes:
+        expected: Shapes and types of the reply of one client.
+        slots: Number of slots of the round.
+        size: Number of slots in a block. Matrices are `[size, ...]`.
+        empty: Allocates a tensor.
+        blocks: Matrices by number of the block and name.
     """
 
     expected: Specs
@@ -126,7 +138,7 @@ class ReplyMatrices:
     blocks: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def block(self, slot: int | None) -> dict[str, Tensor]:
-        """Return the matrices of a slot's block; none for a client without a slot."""
+        """Return the matrices of a slot's block. Clients without a slot have none."""
         if slot is None:
             return {}
         number = slot // self.size
@@ -148,20 +160,67 @@ class ReplyMatrices:
         }
 
 
-class WorkerEngine(LocalEngine, FoldingEngine):
-    """Base of the engines that train clients in other processes. Subclasses start the workers and
-    carry messages.
+class GroupQueue:
+    """Groups of clients that wait for a worker, in the order of their blocks.
 
-    A client's result depends only on the round, the seed, its number, its inbox and its memory, and
-    its memory is updated here, when the result arrives. So if a worker dies, another replaces it
-    and its clients train again, one at a time, with the same result. A client whose worker dies
-    three times fails.
+    Args:
+        groups: The groups.
+        blocks: Jobs of the round by number of the block.
+        span: Workers only receive groups of the first unfinished block and the `span - 1` blocks
+            after it, so that few blocks need memory.
+    """
+
+    def __init__(
+        self, groups: Iterable[Group], blocks: Mapping[int, Sequence[Job]], span: int
+    ) -> None:
+        self.waiting = deque(groups)
+        self._unanswered = {number: len(jobs) for number, jobs in blocks.items()}
+        self._span = span
+        self._deaths: Counter[int] = Counter()  # by id of the job
+
+    def next_group(self) -> Group | None:
+        """Remove and return the next group. None if no group waits or its block is too far ahead."""
+        if not self.waiting or self.waiting[0][0] >= min(self._unanswered) + self._span:
+            return None
+        return self.waiting.popleft()
+
+    def retry(self, group: Group) -> bool:
+        """Put back the clients of a dead worker. Return False if a client has no attempt left.
+
+        They wait as single clients: a client that kills its worker must not fail other clients.
+        """
+        number, jobs = group
+        self._deaths.update(id(job) for job in jobs)
+        if len(jobs) == 1 and self._deaths[id(jobs[0])] >= ATTEMPTS:
+            return False
+        self.waiting.extendleft((number, [job]) for job in reversed(jobs))
+        return True
+
+    def finish(self, group: Group) -> bool:
+        """Count the clients of a group as answered. Return True if its block is finished."""
+        number, jobs = group
+        self._unanswered[number] -= len(jobs)
+        if self._unanswered[number]:
+            return False
+        del self._unanswered[number]
+        return True
+
+
+class WorkerEngine(LocalEngine, FoldingEngine):
+    """Base class of engines that train clients in other processes.
+
+    Subclasses start the workers and transport the messages.
+
+    A client's result depends only on the round, the seed, its number, its inbox and its memory.
+    This process updates the memory when the result arrives. Therefore the engine can replace a dead
+    worker: its clients train again, one at a time, with the same result. A client fails when its
+    worker has died three times.
     """
 
     in_process: bool | None = None
     name: ClassVar[str]
-    kind: ClassVar[str]  # name of a worker in messages
-    shares_memory: ClassVar[bool] = False  # workers write replies into memory of this process
+    kind: ClassVar[str]  # name of a worker in messages to the user
+    shares_memory: ClassVar[bool] = False  # True if workers write replies into shared memory
 
     def __init__(
         self, workers: int, inside: Literal["rows", "stacked"], memory_budget: int
@@ -173,7 +232,7 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         self._failed_starts = 0
         self.workers_fold = True
 
-    # --- what subclasses provide ---
+    # --- implemented by subclasses ---
 
     @abstractmethod
     def _start(self) -> WorkerHandle:
@@ -181,12 +240,13 @@ class WorkerEngine(LocalEngine, FoldingEngine):
 
     @abstractmethod
     def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
-        """Wait until at least one of these busy workers has answered, and return all that have."""
+        """Wait until at least one of these busy workers has answered. Return all that have."""
 
     @abstractmethod
     def _pack(self, message: object, common: Mapping[int, int]) -> Any:
-        """Pickle a message for one worker, without the tensors that it has (`common`). Raises
-        whatever pickling raises.
+        """Pickle a message. Raises the exceptions of pickling.
+
+        `common` has the indices of tensors that the worker already has, by their ids.
         """
 
     def _publish(self, packed: Any) -> Any:
@@ -203,14 +263,12 @@ class WorkerEngine(LocalEngine, FoldingEngine):
 
     @abstractmethod
     def _groups(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Return the groups in which clients are handed out, in order."""
+        """Split jobs into the groups that workers receive, in order."""
 
     def _proven_setup(
         self, task: Task, chunk: int | None = None, proof: Proof | None = None
     ) -> Setup:
-        """Return a setup with the task's proof, so that workers need none of their own, and how
-        many clients advance together.
-        """
+        """Return a setup with the task's proof, so that workers do not repeat it."""
         kind = StackedEngine if self.inside == "stacked" else RowsEngine
         engine = kind(task, proof, **({} if chunk is None else {"chunk": chunk}))
         for text in engine.notices:
@@ -222,27 +280,27 @@ class WorkerEngine(LocalEngine, FoldingEngine):
 
     def begin(self, task: Task, directory: Path | None) -> None:
         if task is not self.task:
-            self._announce(task)
-        self.renew_notices()
+            self._set_task(task)
+        self.reset_notices()
         self.store.begin(directory)
         keep_pages()
 
     def train(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], fold: Exchange | None = None
     ) -> Iterator[Result]:
-        """Train; workers fold whole blocks of slots where all clients are sent one model."""
+        """Train the clients. Workers fold whole blocks if all clients receive the same message."""
         expected = pipeline.expected(round)
         slots = [job.slot + 1 for job in jobs if job.slot is not None]
         size = pipeline.block_size
         gathered, pools = max([len(round.selected), *slots]), pipeline.plan.pools
-        fitting = {
-            name: s
-            for name, s in expected.items()
-            if not pools.takes(min(size, gathered) * s.bytes)
+        in_memory = {
+            name: spec
+            for name, spec in expected.items()
+            if not pools.takes(min(size, gathered) * spec.bytes)
         }
-        matrices = ReplyMatrices(fitting, gathered, size, self._empty)
+        matrices = ReplyMatrices(in_memory, gathered, size, self._empty)
         blocks = slot_blocks(jobs, round, size)
-        assignment = Assignment(pipeline, round, expected, _common(jobs))
+        assignment = Assignment(pipeline, round, expected, _shared_tensors(jobs))
         if (
             self.workers_fold
             and fold is not None
@@ -251,9 +309,9 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         ):
             state = pipeline.state()
             assignment = replace(assignment, exchange=fold, state=state, slots=gathered, size=size)
-        for group, answers in self._answers("train", assignment, blocks, matrices):
+        for group, answers in self._run_groups("train", assignment, blocks, matrices):
             if answers.folded is not None:
-                # the memory of an answer is reused later, or read-only
+                # Copy it: the memory of an answer is read-only, or used again later.
                 yield copy.deepcopy(answers.folded)
             for job, result in zip(group, answers.results, strict=True):
                 if isinstance(result, Fault):
@@ -275,9 +333,9 @@ class WorkerEngine(LocalEngine, FoldingEngine):
                 yield Answer(job, tensors, result.metrics, matrices.block(job.slot))
 
     def evaluate(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Tally]:
-        assignment = Assignment(pipeline, round, {}, _common(jobs))
+        assignment = Assignment(pipeline, round, {}, _shared_tensors(jobs))
         no_replies = ReplyMatrices({}, 0, 1, self._empty)
-        for _, answers in self._answers("evaluate", assignment, {0: jobs}, no_replies):
+        for _, answers in self._run_groups("evaluate", assignment, {0: jobs}, no_replies):
             for result in answers.results:
                 if isinstance(result, Fault):
                     raise result.error or FedloomError(result.reason)
@@ -290,97 +348,110 @@ class WorkerEngine(LocalEngine, FoldingEngine):
 
     # --- the work of a round ---
 
-    def _answers(
+    def _run_groups(
         self,
         kind: Literal["train", "evaluate"],
         assignment: Assignment,
         blocks: Mapping[int, Sequence[Job]],
         matrices: ReplyMatrices,
     ) -> Iterator[tuple[Sequence[Job], WorkDone]]:
-        """Yield each group with its answers as they arrive. Blocks are handed out in order, few of
-        them at a time.
-        """
-        self._forget()
-        common = {id(rows): index for index, rows in enumerate(assignment.common)}
-        announced = self._publish(self._packed(assignment))
-        fold = assignment.exchange is not None
-        waiting: deque[Group] = deque()
-        for number, tasks in blocks.items():
-            groups = [list(tasks)] if fold else self._groups(assignment.pipeline, tasks)
-            waiting.extend((number, group) for group in groups)
-        unanswered = {number: len(tasks) for number, tasks in blocks.items()}
-        begun = (
-            BLOCKS * self.workers
-            if fold
-            else 1 + math.ceil(CLIENTS_AHEAD * self.workers / matrices.size)
-        )
-        deaths: Counter[int] = Counter()
-
-        def give(handle: WorkerHandle) -> None:
-            """Hand out the next group, unless the worker is busy or the group's block lies too far
-            ahead.
-            """
-            if not waiting or handle.busy or waiting[0][0] >= min(unanswered) + begun:
-                return
-            number, group = waiting.popleft()
-            uploads = any(job.slot is not None for job in group)
-            full = fold and uploads and len(group) == len(blocks[number])
-            shared = self.shares_memory and not full
-            clients = tuple(
-                ClientWork(
-                    task, self.store.read(task.client), matrices.rows(task.slot) if shared else {}
-                )
-                for task in group
-            )
-            handle.give(
-                self._setup,
-                announced,
-                self._packed(Work(kind, clients, full), common),
-                (number, group),
-            )
-
+        """Yield the jobs and answers of each group, in order of arrival."""
+        self._ignore_answers()
+        packed_assignment = self._publish(self._packed(assignment))
+        pack_work = partial(self._pack_work, kind, assignment, blocks, matrices)
+        queue = self._queue(assignment, blocks, matrices.size)
+        hand_out = partial(self._hand_out, queue, packed_assignment, pack_work)
         try:
-            while waiting or any(handle.group for handle in self._handles):
-                if waiting:
+            while queue.waiting or any(handle.group for handle in self._handles):
+                if queue.waiting:
                     self._start_missing()
                 for handle in self._handles:
-                    give(handle)
+                    hand_out(handle)
                 for handle in self._wait([handle for handle in self._handles if handle.busy]):
-                    number, group = handle.group or (0, [])
-                    try:
-                        answers = self._listen(handle)
-                    except WorkerDied as death:
-                        deaths.update(id(job) for job in group)
-                        if len(group) != 1 or deaths[id(group[0])] < ATTEMPTS:
-                            # One at a time, so that a client that kills its worker does not fail
-                            # its neighbours.
-                            waiting.extendleft((number, [job]) for job in reversed(group))
-                            continue
-                        reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
-                        error = FedloomError(f"client {group[0].client}: {reason}")
-                        answers = WorkDone((Fault(group[0], reason, error),), ())
-                    # before the yield, so that the worker need not wait for the caller
-                    give(handle)
-                    if not group:
+                    group = handle.group or (0, [])
+                    answers = self._collect_or_retry(handle, group, queue)
+                    if answers is None:
+                        continue
+                    # Before the yield, so that the worker need not wait for the caller.
+                    hand_out(handle)
+                    number, jobs = group
+                    if not jobs:
                         continue
                     if isinstance(answers, Exception):
                         raise answers
                     for text in answers.notices:
                         self.notice(text)
-                    yield group, answers
-                    unanswered[number] -= len(group)
-                    if not unanswered[number]:
-                        del unanswered[number]
+                    yield jobs, answers
+                    if queue.finish(group):
                         matrices.blocks.pop(number, None)
         finally:
-            self._forget()
+            self._ignore_answers()
 
-    def _listen(self, handle: WorkerHandle) -> WorkDone | Exception:
-        """Receive a worker's answers. Raises `WorkerDied`, or `FedloomError` if workers keep dying
-        while they start.
+    def _queue(
+        self, assignment: Assignment, blocks: Mapping[int, Sequence[Job]], size: int
+    ) -> GroupQueue:
+        """Return the queue of a round. If workers fold, each block of `size` slots is one group."""
+        fold = assignment.exchange is not None
+        groups: list[Group] = []
+        for number, jobs in blocks.items():
+            split = [list(jobs)] if fold else self._groups(assignment.pipeline, jobs)
+            groups += [(number, group) for group in split]
+        ahead = math.ceil(CLIENTS_AHEAD * self.workers / size)
+        return GroupQueue(groups, blocks, BLOCKS * self.workers if fold else 1 + ahead)
+
+    def _hand_out(
+        self,
+        queue: GroupQueue,
+        packed_assignment: Any,
+        pack_work: Callable[[Group], Any],
+        handle: WorkerHandle,
+    ) -> None:
+        """Send the next group to a worker, unless the worker is busy."""
+        group = None if handle.busy else queue.next_group()
+        if group is not None:
+            handle.submit(self._setup, packed_assignment, pack_work(group), group)
+
+    def _pack_work(
+        self,
+        kind: Literal["train", "evaluate"],
+        assignment: Assignment,
+        blocks: Mapping[int, Sequence[Job]],
+        matrices: ReplyMatrices,
+        group: Group,
+    ) -> Any:
+        """Return the packed work of a group. The worker folds the replies of a whole block."""
+        number, jobs = group
+        uploads = any(job.slot is not None for job in jobs)
+        fold = assignment.exchange is not None and uploads and len(jobs) == len(blocks[number])
+        shared = self.shares_memory and not fold
+        clients = tuple(
+            ClientWork(job, self.store.read(job.client), matrices.rows(job.slot) if shared else {})
+            for job in jobs
+        )
+        common = {id(rows): index for index, rows in enumerate(assignment.common)}
+        return self._packed(Work(kind, clients, fold), common)
+
+    def _collect_or_retry(
+        self, handle: WorkerHandle, group: Group, queue: GroupQueue
+    ) -> WorkDone | Exception | None:
+        """Receive a worker's answer. None if the worker has died and its clients wait again."""
+        try:
+            return self._collect(handle)
+        except WorkerDied as death:
+            if queue.retry(group):
+                return None
+            _, (job,) = group
+            reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
+            error = FedloomError(f"client {job.client}: {reason}")
+            return WorkDone((Fault(job, reason, error),), ())
+
+    def _collect(self, handle: WorkerHandle) -> WorkDone | Exception:
+        """Receive a worker's answer. Remove the worker if it has died.
+
+        Raises `WorkerDied`, or `FedloomError` if several workers in a row died during their start.
         """
         try:
-            answers = handle.listen()
+            answers = handle.collect()
         except WorkerDied as death:
             self._handles.remove(handle)
             handle.end()
@@ -406,20 +477,18 @@ class WorkerEngine(LocalEngine, FoldingEngine):
                 f"engine {self.name!r}: no {self.kind} can start ({error})"
             ) from error
 
-    def _forget(self) -> None:
-        """Stop waiting for answers: busy workers finish their work, and their answers are ignored."""
+    def _ignore_answers(self) -> None:
+        """Ignore the answers of busy workers. The workers finish their work."""
         for handle in self._handles:
             handle.group = None
 
-    def _announce(self, task: Task) -> None:
-        """Make the setup of workers for a task. Raises `InvalidValue` for a task that this engine
-        cannot train on.
-        """
+    def _set_task(self, task: Task) -> None:
+        """Prepare the setup of workers for a task. Raises `InvalidValue` if it is on a GPU."""
         if task.initial.is_cuda:
             raise InvalidValue(
-                f"engine {self.name!r} takes a task on the CPU, not on {task.initial.device}"
+                f"engine {self.name!r} needs a task on the CPU, got one on {task.initial.device}"
             )
-        self.notices, self._standing = [], None
+        self.notices, self._initial_notices = [], None
         setup = self._setup_for(task)
         self.task = task
         self._setup = self._publish(self._packed(setup))
@@ -435,11 +504,16 @@ class WorkerEngine(LocalEngine, FoldingEngine):
 
 
 def grouped(jobs: Sequence[Job], sizes: Tensor, count: int, most: int) -> list[list[Job]]:
-    """Split the clients into about `count` groups of at most `most`, with about equally many
-    samples (`sizes [n]`).
+    """Split jobs into groups with similar total numbers of samples.
 
-    Largest clients come first, since short groups fill the gaps at the end, and clients of similar
-    sizes share a group.
+    Clients of similar sizes share a group. The largest clients are first, because small groups fill
+    the gaps at the end.
+
+    Args:
+        jobs: The jobs, n in all.
+        sizes: Number of samples of each client, `[n]`.
+        count: Approximate number of groups.
+        most: Largest number of clients in a group.
     """
     groups: list[list[Job]] = []
     current: list[Job] = []
@@ -463,8 +537,8 @@ def end_all(handles: list[WorkerHandle]) -> None:
         handles.pop().end()
 
 
-def _common(jobs: Sequence[Job]) -> tuple[Tensor, ...]:
-    """Return the tensors that are sent to several clients."""
+def _shared_tensors(jobs: Sequence[Job]) -> tuple[Tensor, ...]:
+    """Return the tensors that several clients receive."""
     counts = Counter(id(rows) for job in jobs for rows in job.inbox.values())
     by_id = {id(rows): rows for job in jobs for rows in job.inbox.values()}
     return tuple(rows for key, rows in by_id.items() if counts[key] > 1)

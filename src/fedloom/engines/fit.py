@@ -1,4 +1,4 @@
-"""Checks that a model takes the data and has the outputs that the objective needs."""
+"""Checks that a model accepts the data and has the outputs that the objective needs."""
 
 from typing import Any
 
@@ -17,12 +17,13 @@ def require_fit(module: nn.Module, dataset: Dataset, samples: Samples) -> None:
     """Pass two samples through a model in evaluation mode, and compute their loss.
 
     Args:
-        module: The model. A copy that shares its parameters is used.
+        module: The model. The check uses a copy with the same parameters.
         dataset: The data set, with its objective and classes.
-        samples: Its training samples. Without any nothing is checked.
+        samples: Training samples. Without samples there is no check.
 
     Raises:
-        InvalidValue: The model does not take the samples, or the loss does not take its outputs.
+        InvalidValue: If the model does not accept the samples, or the loss does not accept the
+            outputs of the model.
     """
     if not len(samples):
         return
@@ -37,7 +38,7 @@ def require_fit(module: nn.Module, dataset: Dataset, samples: Samples) -> None:
             outputs = trial(inputs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise InvalidValue(
-                f"the model {kind} does not take the data, {data}: {error_text(error)}"
+                f"the model {kind} does not accept the data, {data}: {error_text(error)}"
             ) from error
         predicted = prediction(outputs)
         if isinstance(dataset.objective, Custom):
@@ -58,7 +59,7 @@ def _require_gradient(objective: Objective, outputs: Any, targets: Tensor) -> No
     if not callable(function) or not prediction(outputs).requires_grad:
         return
     if not objective.loss(outputs, targets).requires_grad:
-        remedy = "compute it with torch, without detach(), item() or no_grad()"
+        remedy = "compute the loss with torch, without detach(), item() or no_grad()"
         raise InvalidValue(f"the objective's function returned a loss without gradient: {remedy}")
 
 
@@ -66,9 +67,9 @@ def _require_losses_by_sample(objective: Custom, outputs: Tensor, targets: Tenso
     """Raise `InvalidValue` if outputs `[b, 1]` and targets `[b]` were broadcast to all pairs."""
     if outputs.shape != (2, 1) or targets.dim() != 1:
         return
-    together = objective.sample_losses(outputs, targets)
-    alone = objective.sample_losses(outputs[:1], targets[:1])
-    if not torch.allclose(together[:1], alone, rtol=1e-3, equal_nan=True):
+    both = objective.sample_losses(outputs, targets)
+    first = objective.sample_losses(outputs[:1], targets[:1])
+    if not torch.allclose(both[:1], first, rtol=1e-3, equal_nan=True):
         raise InvalidValue(
             "the objective's function pairs outputs [b, 1] with the targets [b] of other samples: "
             "compute with outputs[:, 0]"

@@ -1,5 +1,6 @@
-"""Pickling of messages between processes, but for the memory of tensors and arrays: each engine
-moves it in its own way.
+"""Pickling of messages between processes.
+
+The memory of tensors and arrays is not pickled: each engine transports it in its own way.
 """
 
 import io
@@ -21,7 +22,7 @@ from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 
 Packed = tuple[bytes, list[Any]]
-"""A message as `dump` leaves it."""
+"""Result of `dump`: pickled bytes, and the memory of tensors and arrays."""
 
 FROM_TASK = {
     "layout": "layout",
@@ -30,19 +31,22 @@ FROM_TASK = {
     "module": "model",
     "training": "training",
 }
-"""Fields of a `Plan` that are not sent, and the attributes of the receiver's task that replace
-them.
-"""
+"""Fields of a `Plan` that are not sent. The receiver takes these attributes of its task instead."""
 
 
 def dump(message: Any, common: Mapping[int, int] | None = None) -> Packed:
-    """Pickle a message. Return the bytes, and the memory of each of its tensors and arrays, each
-    once.
+    """Pickle a message.
 
     Classes and functions of the main program are pickled by value, all others by name. A method is
-    sent without its server state, and its `Plan` without the fields that the receiver's task
-    provides. Pool files are sent as their budget. `common` maps the ids of tensors that the
-    receiver has to their indices in the receiver's list. Raises whatever pickling raises.
+    pickled without its server state, and its `Plan` without the fields in `FROM_TASK`. Pool files
+    are replaced by their budget. Exceptions of pickling are raised unchanged.
+
+    Args:
+        message: The message.
+        common: Indices of tensors that the receiver already has in its list, by their ids.
+
+    Returns:
+        The bytes, and the memory of each tensor and array once.
     """
     file, memory = io.BytesIO(), list[Any]()
     _Pickler(file, common or {}, memory).dump(message)
@@ -52,8 +56,13 @@ def dump(message: Any, common: Mapping[int, int] | None = None) -> Packed:
 def load(
     data: bytes, memory: Sequence[Any], common: Sequence[Tensor] = (), task: Task | None = None
 ) -> Any:
-    """Undo `dump`. `common` are the tensors that it left out; the `task` is needed to restore a
-    method's `Plan`.
+    """Unpickle a message of `dump`.
+
+    Args:
+        data: Pickled bytes.
+        memory: Memory of tensors and arrays.
+        common: Tensors that `dump` has replaced by their indices.
+        task: The receiver's task. It is required if the message contains a `Plan`.
     """
     return _Unpickler(data, memory, common, task).load()
 
@@ -74,16 +83,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor:
             stored = value
-            # without expanded dimensions, of whose copy sums might be rounded in another way
+            # Expanded dimensions stay expanded: on a copy, sums may round differently.
             if 0 in value.stride():
                 stored = value[
                     tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())
                 ]
-            # NumPy lacks this type
+            # NumPy has no bfloat16.
             bits = stored.view(torch.int16) if value.dtype == torch.bfloat16 else stored
             memory = pickle.PickleBuffer(np.ascontiguousarray(bits.numpy(force=True)).data)
             return _tensor, (memory, value.dtype, tuple(stored.shape), tuple(value.shape))
-        if isinstance(value, PoolFiles):  # the files stay with their owner
+        if isinstance(value, PoolFiles):  # only the owner uses the files
             return PoolFiles, (None, value.budget)
         if isinstance(value, Method):
             reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -119,6 +128,6 @@ class _Unpickler(pickle.Unpickler):
         kind, *values = name
         if kind == "common":
             return self._common[values[0]]
-        assert self._task is not None, "a method comes after the task that its plan is of"
+        assert self._task is not None, "a method with a plan must follow its task"
         provided = {name: getattr(self._task, source) for name, source in FROM_TASK.items()}
         return Plan(**provided, **values[0])

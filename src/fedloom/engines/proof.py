@@ -1,10 +1,12 @@
-"""A shortcut proves itself: it is compared with plain PyTorch, on the run's model, data and
-settings, before it is taken.
+"""Proofs of shortcuts: before use, each shortcut is compared with plain PyTorch.
+
+The comparison uses the run's model, data and settings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,42 +36,60 @@ from fedloom.state.store import ClientStore, Memory
 from fedloom.training import Training
 
 SAMPLES, BATCH = (8, 5), 3
-"""Samples of the two clients that train here, with batches of 3, 3, 2 and 3, 2: short ones come at
-different steps.
+"""Sample counts of the two clients of the comparison, and their batch size.
+
+The batches have 3, 3, 2 and 3, 2 samples, so that the clients have short batches at different steps.
 """
 
 RATE, CLIP = 0.05, 0.1
-"""Their learning rate, which moves weights visibly, and the largest norm to clip to, so that
-clipping has an effect.
+"""Learning rate and largest clipping norm of the comparison.
+
+The rate moves weights visibly, and the norm is small enough that clipping has an effect.
 """
 
 WIDENED = 1 << 24
-"""Most frozen numbers of a model that is copied to be tried in float64."""
+"""Largest number of frozen values for which the model is compared in float64."""
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""Largest difference due to rounding, as a share of the distance that the weights moved."""
+"""Largest rounding difference, as a share of the distance that the weights have moved."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Shortcuts that a model and its settings allow."""
+    """Shortcuts that a model and its settings allow.
+
+    Attributes:
+        shortcuts: The allowed shortcuts.
+        unstackable: Reason why models cannot train in lock step, or None.
+        draws: True if layers draw random numbers, such as dropout.
+        notices: Shortcuts that are not used, with the reasons.
+    """
 
     shortcuts: Shortcuts = PLAIN
-    unstackable: str | None = None  # the reason why models cannot train in lock step
-    draws: bool = False  # layers draw random numbers, such as dropout
-    notices: tuple[str, ...] = ()  # shortcuts that are left out, and why
+    unstackable: str | None = None
+    draws: bool = False
+    notices: tuple[str, ...] = ()
 
 
 @torch.enable_grad()
 def prove(
     module: nn.Module, dataset: Dataset, samples: Samples, training: Training, *, stack: bool
 ) -> Proof:
-    """Compare the shortcuts with plain steps; with `stack`, also those of several models in lock
-    step.
+    """Compare the shortcuts with plain PyTorch steps.
 
-    Numbers are float64, where rounding hides no difference that matters, or the model's own type if
-    it cannot be converted or has much that is frozen. Raises `InvalidValue` if training changes a
-    frozen buffer.
+    The comparison runs in float64, in which rounding hides no relevant difference. It uses the
+    model's type instead if the model cannot be converted or has many frozen values.
+
+    Args:
+        module: The model.
+        dataset: The data set, with its objective.
+        samples: Training samples.
+        training: Settings of local training.
+        stack: True to also compare models that train in lock step.
+
+    Raises:
+        InvalidValue: If training changes a buffer that is not persistent, or if clients that train
+            one after another differ from plain PyTorch.
     """
     require_copyable(module)
     require_fit(module, dataset, samples)
@@ -79,24 +99,20 @@ def prove(
         return Proof(unstackable=error_text(error))
     if plain.changed:
         fault = (
-            "which is not persistent and so neither sent nor kept: register it with persistent=True"
+            "but the buffer is not persistent, so it is neither sent nor saved: "
+            "register it with persistent=True"
         )
         raise InvalidValue(f"training changes the buffer {plain.changed!r} of the model, {fault}")
     notices: list[str] = []
-
-    def allowed(subject: str, difference: str | None) -> bool:
-        if difference is not None:
-            notices.append(f"{subject}, {difference}")
-        return difference is None
-
-    in_rows = plain.difference(PLAIN)
-    if in_rows is not None:
-        _require_plain_numbers(module, dataset, samples, training)
-    allowed("training with all weights in one vector", in_rows)
+    allowed = partial(_allowed, notices)
+    row_difference = plain.difference(PLAIN)
+    if row_difference is not None:
+        _require_plain_results(module, dataset, samples, training)
+    allowed("with all weights in one vector", row_difference)
     shortcuts = PLAIN
     if plain.suits_channels_last():
-        drawing = ", layers draw other numbers" if plain.draws else ""
-        subject = f"images keep their layout in memory: with the channels last{drawing}"
+        drawing = ", layers draw different random numbers" if plain.draws else ""
+        subject = f"images keep their layout in memory: with channels last{drawing}"
         channels_last = allowed(subject, plain.difference(Shortcuts(channels_last=True)))
         shortcuts = replace(shortcuts, channels_last=channels_last)
     if not stack:
@@ -108,43 +124,55 @@ def prove(
     linear = training.autocast == "none" and dataset.objective.plain_cross_entropy
     if unstackable is None and linear and linear_layers(plain.module, plain.layout):
         products = Shortcuts(linear=True)
-        same: Correction = lambda weights, gradient, context: gradient  # noqa: E731
+        unchanged: Correction = lambda weights, gradient, context: gradient  # noqa: E731
         difference = plain.difference(products, stack=True) or plain.difference(
-            products, stack=True, correction=same
+            products, stack=True, correction=unchanged
         )
         shortcuts = replace(
-            shortcuts, linear=allowed("linear layers train by autograd: without it", difference)
+            shortcuts, linear=allowed("linear layers train with autograd: without it", difference)
         )
     if unstackable is None and training.optimizer != "sgd":
-        # with it, these two clients' rates differ, so that nothing is joint
+        # A local schedule gives the two clients different rates, so that no step would be joint.
         if training.local_schedule != CONSTANT:
             plain = _compared(module, dataset, samples, replace(training, local_schedule=CONSTANT))
         difference = plain.difference(Shortcuts(joint_optimizer=True), stack=True)
-        joint = allowed("each client has an optimizer of its own: with one", difference)
+        joint = allowed("each client has its own optimizer: with a joint one", difference)
         shortcuts = replace(shortcuts, joint_optimizer=joint)
     return Proof(shortcuts, unstackable, plain.draws, tuple(notices))
 
 
-def _require_plain_numbers(
+def _allowed(notices: list[str], subject: str, difference: str | None) -> bool:
+    """Return True without a difference. Otherwise add a notice about the subject."""
+    if difference is not None:
+        notices.append(f"{subject}, {difference}")
+    return difference is None
+
+
+def _require_plain_results(
     module: nn.Module, dataset: Dataset, samples: Samples, training: Training
 ) -> None:
-    """Raise `InvalidValue` if clients that train one after another differ from plain PyTorch by
-    more than rounding. This way to train has no alternative.
+    """Raise `InvalidValue` if clients that train one after another differ from plain PyTorch.
+
+    Rounding differences are allowed. There is no other way to train these clients.
     """
-    # without optimizers such as Adam, which amplify rounding
+    # Optimizers such as Adam amplify rounding: compare with SGD.
     simple = replace(training, optimizer="sgd", optimizer_options={}, momentum=0.0)
     difference = _compared(module, dataset, samples, simple).difference(
         PLAIN, tolerance=TOLERANCE[torch.float32]
     )
     if difference is not None:
-        reason = "two clients that train one after another differ from the same in plain PyTorch"
-        remedy = "keep state in buffers (register_buffer), and draw with torch, not NumPy or random"
+        reason = "two clients that train one after another differ from plain PyTorch"
+        remedy = (
+            "store state in buffers (register_buffer), and draw random numbers with torch instead "
+            "of NumPy or random"
+        )
         raise InvalidValue(f"{type(module).__name__}: {reason}: {difference}: {remedy}")
 
 
 def _compared(
     module: nn.Module, dataset: Dataset, samples: Samples, training: Training
 ) -> "_Comparison":
+    """Return a comparison in float64 if possible, and on the CPU if layers draw random numbers."""
     frozen = Layout(module).frozen_tensors(module).values()
     try:
         if sum(tensor.numel() for tensor in frozen) > WIDENED:
@@ -154,14 +182,19 @@ def _compared(
         comparison = _Comparison(module, dataset, samples, training)
     if not comparison.draws or comparison.start.device.type == "cpu":
         return comparison
-    # An accelerator draws other masks for a stack than for one model, so they can be compared on
-    # the CPU alone.
+    # An accelerator draws different masks for a stack than for single models: compare on the CPU.
     return _compared(copied(module).cpu(), dataset, samples.to(torch.device("cpu")), training)
 
 
 class _Comparison:
-    """Two small clients trained by PyTorch's own modules and optimizers, with which other results
-    are compared.
+    """Results of two small clients in plain PyTorch, with which other results are compared.
+
+    Args:
+        module: The model.
+        dataset: The data set, with its objective.
+        samples: Training samples.
+        training: Settings of local training.
+        kind: Type of autocast, or None.
     """
 
     def __init__(
@@ -172,12 +205,8 @@ class _Comparison:
         training: Training,
         kind: torch.dtype | None = None,
     ) -> None:
-        self.module, self.layout, self.kind, self.objective = (
-            module,
-            Layout(module),
-            kind,
-            dataset.objective,
-        )
+        self.module, self.layout = module, Layout(module)
+        self.kind, self.objective = kind, dataset.objective
         index = torch.arange(sum(SAMPLES), device=samples.labels.device) % len(samples)
         inputs = dataset.prepare(samples.inputs[index])
         inputs = inputs.to(self.layout.dtype) if inputs.is_floating_point() else inputs
@@ -185,15 +214,21 @@ class _Comparison:
         self.samples = [few[: SAMPLES[0]], few[SAMPLES[0] :]]
         self.dataset = Dataset("samples", few, few, dataset.classes, objective=dataset.objective)
         self.settings = replace(
-            training, learning_rate=RATE, epochs=1, steps=None, batch_size=BATCH, drop_last=False, augmentation="none",
+            training,
+            learning_rate=RATE,
+            epochs=1,
+            steps=None,
+            batch_size=BATCH,
+            drop_last=False,
+            augmentation="none",
             clip=None if training.clip is None else min(training.clip, CLIP),
-        )  # fmt: skip
+        )
         self.round = Round(1, 1, 0, 2, 2, RATE, RATE)
         initial = self.layout.flatten(module)
         self.start = torch.stack([initial, 0.9 * initial])
         self.integers = self.layout.flatten_integers(module).repeat(2, 1)
         self.draws = False
-        self.changed: str | None = None  # a frozen buffer that training has changed
+        self.changed: str | None = None  # name of a frozen buffer that training has changed
         self.expected = self._plain()
 
     def difference(
@@ -204,43 +239,49 @@ class _Comparison:
         correction: Correction | None = None,
         tolerance: float = 0.0,
     ) -> str | None:
-        """Return the difference of clients that train so, stacked or not, or None. With a
-        correction steps are not folded. `tolerance` is added to that of the types.
+        """Train with the shortcuts, and return the difference from plain PyTorch.
+
+        Args:
+            shortcuts: The shortcuts.
+            stack: True to train in lock step.
+            correction: Correction of gradients. With one, linear layers use other code.
+            tolerance: Additional tolerance, as a share of the distance that the weights moved.
+
+        Returns:
+            The difference or the error in one line, or None if the results are equal.
         """
         try:
-            results = self._trained(shortcuts, stack, correction)
+            model, steps, loss, integers = self._trained(shortcuts, stack, correction)
         except Exception as error:
             return error_text(error)
-        (model, steps, loss, integers), (weights, plain_steps, mean, counts) = (
-            results,
-            self.expected,
-        )
-        if not torch.equal(steps, plain_steps) or not torch.equal(integers, counts):
-            return "steps or integer buffers are not those of plain PyTorch"
+        weights, plain_steps, plain_loss, plain_integers = self.expected
+        if not torch.equal(steps, plain_steps) or not torch.equal(integers, plain_integers):
+            return "steps or integer buffers differ from plain PyTorch"
         moved = float((weights - self.start).abs().nan_to_num().max().clamp_min(1e-6))
         frozen = self.layout.frozen_tensors(self.module).values()
         types = {self.layout.dtype, self.kind, *(tensor.dtype for tensor in frozen)}
         share = tolerance + max(share for kind, share in TOLERANCE.items() if kind in types)
-        for result, plain in ((model, weights), (loss, mean)):
+        for result, plain in ((model, weights), (loss, plain_loss)):
             if not torch.allclose(result, plain, rtol=0, atol=share * moved, equal_nan=True):
                 distance = float((result - plain).abs().max())
-                return f"after {int(steps.max())} steps the numbers are {distance:.2g} off those of plain PyTorch"
+                return (
+                    f"results after {int(steps.max())} steps differ by {distance:.2g} from plain "
+                    "PyTorch"
+                )
         return None
 
     def _trained(
         self, shortcuts: Shortcuts, stack: bool, correction: Correction | None
     ) -> list[Tensor]:
-        """Return what `_plain` does, with the shortcuts."""
+        """Return the same values as `_plain`, trained with the shortcuts."""
         settings = self.module, self.layout, shortcuts, self.kind, self.objective
         if stack:
-            many = StackedModule(*settings)
-            many.begin(2, [stream(0, "layers", client=k) for k in range(2)] if self.draws else [])
-            many.load_integers(self.integers)
+            module = StackedModule(*settings)
+            module.begin(2, [stream(0, "layers", client=k) for k in range(2)] if self.draws else [])
+            module.load_integers(self.integers)
             with no_loop_in_vmap():
-                return [
-                    *self._cohort([0, 1], many).fit(self.start, correction=correction),
-                    many.integers(),
-                ]
+                trained = self._cohort([0, 1], module).fit(self.start, correction=correction)
+                return [*trained, module.integers()]
         flat, results = FlatModule(*settings), []
         for k in range(2):
             flat.load_integers(self.integers[k : k + 1])
@@ -250,8 +291,9 @@ class _Comparison:
         return [torch.cat(rows) for rows in zip(*results, strict=True)]
 
     def suits_channels_last(self) -> bool:
-        """Return True if the samples are images, on a CPU, that the model's convolutions take
-        faster with the channels last.
+        """Return True if channels last makes the model's convolutions faster on these samples.
+
+        This is only possible for images on a CPU.
         """
         image = self.samples[0].inputs[:1]
         if image.dim() != 4 or image.is_cuda or not image.is_floating_point():
@@ -259,8 +301,10 @@ class _Comparison:
         return light_convolutions(self.layout.copy(self.module).eval(), image)
 
     def _plain(self) -> list[Tensor]:
-        """Return models `[2, P]`, steps `[2]`, mean losses `[2]` and integer buffers `[2, Z]`, by
-        plain PyTorch.
+        """Train the two clients with PyTorch's modules and optimizers, without shortcuts.
+
+        Returns:
+            Models `[2, P]`, steps `[2]`, mean losses `[2]` and integer buffers `[2, Z]`.
         """
         results = []
         for k in range(2):
@@ -274,7 +318,7 @@ class _Comparison:
             with self._stream(k):
                 state = generator_state(self.start)
                 for batch in self._cohort([k], FlatModule(self.module, self.layout)).batches():
-                    # not to None, so that a parameter that the loss does not use decays too
+                    # Zero instead of None: unused parameters must also decay.
                     for parameter in trained:
                         parameter.grad = torch.zeros_like(parameter)
                     with autocast(self.kind, self.start.device):
@@ -297,11 +341,9 @@ class _Comparison:
         return [torch.stack(rows) for rows in zip(*results, strict=True)]
 
     def _frozen_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return (
-            (n, t)
-            for n, t in self.layout.frozen_tensors(module).items()
-            if not isinstance(t, nn.Parameter)
-        )
+        for name, tensor in self.layout.frozen_tensors(module).items():
+            if not isinstance(tensor, nn.Parameter):
+                yield name, tensor
 
     def _stream(self, client: int) -> AbstractContextManager[None]:
         return global_stream(0, "layers", client=client, device=self.start.device)
@@ -315,7 +357,7 @@ class _Comparison:
 
 
 def _optimizer(settings: Training, parameters: list[Tensor]) -> Callable[[float], object]:
-    """Return a step of the optimizer at a learning rate."""
+    """Return a function that makes one optimizer step at a learning rate."""
     velocities: list[Tensor | None] = [None] * len(parameters)
     options = {
         "nesterov": False,
@@ -334,7 +376,7 @@ def _optimizer(settings: Training, parameters: list[Tensor]) -> Callable[[float]
             optimizer.step()
             return
         gradients, decay = [p.grad for p in parameters if p.grad is not None], settings.weight_decay
-        # a function, since the class `torch.optim.SGD` imports PyTorch's compiler
+        # The class `torch.optim.SGD` would import PyTorch's compiler.
         with torch.no_grad():
             sgd(
                 parameters,

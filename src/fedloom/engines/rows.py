@@ -15,9 +15,9 @@ from fedloom.engines.base import (
     LocalEngine,
     engines,
     inspect_reply,
-    keep_integers,
     load_integers,
     run_training,
+    store_integers,
 )
 from fedloom.engines.proof import Proof, prove
 from fedloom.errors import FedloomError, RefusedReply
@@ -38,16 +38,19 @@ T = TypeVar("T")
 
 @engines.register("rows")
 class RowsEngine(LocalEngine):
-    """Trains each client's row in place, through a module whose parameters are views of it.
+    """Trains clients one after another.
+
+    Each client's model is a row, `[P]`. The parameters of the module are views of this row, so
+    training changes the row in place.
 
     Args:
-        task: What clients train.
+        task: Data, model and local training.
         proof: Shortcuts that the task allows, if they were proven before.
     """
 
     in_process: bool | None = True
     stacks: ClassVar[bool] = False
-    chunk: int = 1  # clients that advance together
+    chunk: int = 1  # number of clients that train in lock step
 
     def __init__(
         self, task: Task, proof: Proof | None = None, *, memory_budget: int = BUDGET
@@ -58,19 +61,19 @@ class RowsEngine(LocalEngine):
             task.model, task.dataset, task.train, task.training, stack=self.stacks
         )
         self.notices += self.proof.notices
-        self.ways = (
+        self._module_arguments = (
             task.model,
             task.layout,
             self.proof.shortcuts,
             task.training.autocast_dtype,
             task.objective,
         )
-        self.flat_module = FlatModule(*self.ways)
+        self.flat_module = FlatModule(*self._module_arguments)
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
 
     def begin(self, task: Task, directory: Path | None) -> None:
         self.task = task
-        self.renew_notices()
+        self.reset_notices()
         self.flat_module.autocast = task.training.autocast_dtype
         self.store.begin(directory)
         keep_pages()
@@ -80,7 +83,7 @@ class RowsEngine(LocalEngine):
     ) -> Iterator[Answer | Fault]:
         expected = pipeline.expected(round)
         slots = pipeline.block_size
-        size = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
+        size = slots * math.ceil(self.chunk / slots)  # blocks must not divide chunks
         for block in slot_blocks(jobs, round, size).values():
             yield from self.train_block(pipeline, round, block, expected)
 
@@ -90,10 +93,10 @@ class RowsEngine(LocalEngine):
         """Train the clients of a block.
 
         Args:
-            pipeline: The pipeline of the round.
+            pipeline: Pipeline of the round.
             round: The round.
-            jobs: The clients' jobs.
-            expected: What replies must contain. A worker cannot ask the server's half of a method.
+            jobs: Jobs of the clients.
+            expected: Shapes and types of replies. A worker has no server state to compute them.
         """
         train = partial(self.train_chunk, pipeline, round, expected)
         return self._results(pipeline, jobs, train)
@@ -101,17 +104,23 @@ class RowsEngine(LocalEngine):
     def _results(
         self, pipeline: Pipeline, jobs: Sequence[Job], work: Callable[[Sequence[Job]], list[T]]
     ) -> Iterator[T]:
-        """Yield the results of `work` on clients that advance together: here, on one after another."""
+        """Yield the results of `work` on chunks of clients. This engine has chunks of one client."""
         for job in jobs:
             yield from work([job])
 
     def train_chunk(
         self, pipeline: Pipeline, round: Round, expected: Specs, jobs: Sequence[Job]
     ) -> list[Answer | Fault]:
-        """Train clients that advance together.
+        """Train a chunk of clients in lock step.
 
-        The error of a client that trains by itself becomes its `Fault`. A mistake in the
-        configuration is raised, since it is not the client's fault.
+        If a chunk of one client raises an error, the error becomes the client's `Fault`. Mistakes
+        in the configuration (`FedloomError`) are raised, because the client is not their cause.
+
+        Args:
+            pipeline: Pipeline of the round.
+            round: The round.
+            expected: Shapes and types of replies.
+            jobs: Jobs of the clients.
         """
         try:
             return self._answers(pipeline, round, expected, jobs)
@@ -120,24 +129,22 @@ class RowsEngine(LocalEngine):
         except Exception as error:
             if len(jobs) > 1:
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold the tensors of the failed step
+            traceback.clear_frames(error.__traceback__)  # frees the tensors of the failed step
             return [Fault(jobs[0], f"{type(error).__name__}: {error}", error)]
 
     @torch.enable_grad()
     def _answers(
         self, pipeline: Pipeline, round: Round, expected: Specs, jobs: Sequence[Job]
     ) -> list[Answer | Fault]:
-        """Train clients that advance together. Those whose reply is refused keep their memory from
-        before the round.
-        """
-        with self._drawing_layers(round, jobs):
+        """Train a chunk of clients. Clients with a refused reply do not change their memory."""
+        with self._layer_stream(round, jobs):
             cohort = self.cohort(round, jobs)
             inbox = joined_inbox(jobs)
             sent = load_integers(cohort, inbox, self.task.initial_integers)
             message = run_training(pipeline, cohort, inbox)
-            keep_integers(cohort, message, sent)
+            store_integers(cohort, message, sent)
         answers: list[Answer | Fault] = []
-        accepted = []
+        accepted: list[int] = []
         metrics = {name: values.tolist() for name, values in cohort.metrics.items()}
         for row, job in enumerate(jobs):
             tensors = {name: rows[row] for name, rows in message.items()}
@@ -157,7 +164,7 @@ class RowsEngine(LocalEngine):
 
     def evaluate(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Tally]:
         test = self.task.local_test
-        assert test is not None, "only clients with test data of their own are evaluated"
+        assert test is not None, "only clients with test data are evaluated"
         models = self._results(pipeline, jobs, partial(self.personalised, pipeline, round))
         for client, row, integers in models:
             yield self.evaluator.tally(row, self.task.train, test, [client], integers)
@@ -165,31 +172,36 @@ class RowsEngine(LocalEngine):
     def personalised(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
     ) -> list[tuple[int, Tensor, Tensor | None]]:
-        """Return each client, the model `[P]` that it would use in `round`, and its integer buffers
-        if any.
+        """Return the models that clients would use, without training.
 
-        The method works on a copy of the inbox, and its writes to the clients' memory are dropped.
+        The method receives a copy of the inbox, and its writes to the clients' memory are dropped.
+
+        Args:
+            pipeline: Pipeline of the round.
+            round: The round in which clients would use the models.
+            jobs: Jobs of the clients.
+
+        Returns:
+            For each client its number, its model `[P]`, and its integer buffers `[Z]` or None.
         """
         cohort = self.cohort(round, jobs)
         inbox = {name: rows.clone() for name, rows in joined_inbox(jobs).items()}
         load_integers(cohort, inbox, self.task.initial_integers)
-        with self._drawing_layers(round, jobs):
+        with self._layer_stream(round, jobs):
             rows = pipeline.personalise(cohort, inbox)
         integers = (
             cohort.flat_module.integers() if self.task.layout.integers else [None] * len(rows)
         )
         return list(zip(cohort.clients, rows, integers, strict=True))
 
-    def _drawing_layers(self, round: Round, jobs: Sequence[Job]) -> AbstractContextManager[None]:
-        """Let layers that draw, such as dropout, draw from the client's stream: they know only
-        torch's global generator.
-        """
-        # Dropout in stacks has a stream for each client. All other draws are those of the first.
+    def _layer_stream(self, round: Round, jobs: Sequence[Job]) -> AbstractContextManager[None]:
+        """Seed torch's global generator, which layers such as dropout use, with the client's stream."""
+        # Dropout in stacks has a stream per client. Other layers use the stream of the first one.
         client, device = jobs[0].client, self.task.initial.device
         return global_stream(round.seed, "layers", round=round.number, client=client, device=device)
 
     def cohort(self, round: Round, jobs: Sequence[Job]) -> Cohort:
-        """Return the cohort of clients that train together: here, of one."""
+        """Return the cohort of a chunk of clients."""
         clients = [job.client for job in jobs]
         return Cohort(
             clients,
@@ -207,7 +219,7 @@ class RowsEngine(LocalEngine):
 
 
 def joined_inbox(jobs: Sequence[Job]) -> Message:
-    """Return the inboxes of k clients as one, without a copy of a row that all share."""
+    """Join the inboxes of k clients, `[k, ...]` by name. Rows that all clients share are not copied."""
     inbox = dict(jobs[0].inbox)
     for name, row in inbox.items() if len(jobs) > 1 else ():
         rows = [job.inbox[name] for job in jobs]
@@ -217,6 +229,6 @@ def joined_inbox(jobs: Sequence[Job]) -> Message:
 
 
 def full_batch(task: Task) -> int:
-    """Return the samples of a full batch of the largest client."""
+    """Return the number of samples in a full batch of the largest client."""
     largest, size = int(task.partition.sizes.max()), task.training.batch_size
     return largest if size is None else min(size, largest)

@@ -1,4 +1,4 @@
-"""The stacked engine: clients advance together, many models in one batched step."""
+"""The stacked engine: many clients train in lock step, with one batched step for all models."""
 
 import math
 from collections import deque
@@ -25,29 +25,35 @@ from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
 STACK_VALUES = 1 << 21
-"""Weights of one stack on a CPU: ten models of 200,000. Larger stacks leave the caches and get
-slower.
+"""Number of weights in one stack on a CPU, such as ten models of 200,000 weights.
+
+Larger stacks do not fit into the caches and are slower.
 """
 
 SHARE_OF_MEMORY = 0.6
-"""Share of an accelerator's free memory that stacks may take."""
+"""Share of an accelerator's free memory that stacks may use."""
 
 ROWS_HELD = 8
-"""Rows of P numbers that a model in training may need: download, weights, velocity, gradient and
-those of a method.
+"""Number of rows, `[P]`, that one training model may need.
+
+They are the download, weights, velocity, gradient, and tensors of the method.
 """
 
 
 @engines.register("stacked")
 class StackedEngine(RowsEngine):
-    """Trains clients in lock step, with the numbers of the rows engine to float tolerance.
+    """Trains clients in lock step. Results equal those of the rows engine to float tolerance.
 
-    Clients of similar sizes share a chunk, so that few stand still. If models of the task or a
-    method's clients cannot be stacked, clients train one after another, and a notice says why.
+    Clients of similar sizes share a chunk, so that few clients wait for others. If models of the
+    task or clients of the method cannot be stacked, clients train one after another, and a notice
+    gives the reason.
 
     Args:
-        chunk: Models that advance together; by default as many as the processor's caches or an
-            accelerator's free memory hold.
+        task: Data, model and local training.
+        proof: Shortcuts that the task allows, if they were proven before.
+        memory_budget: Bytes of client memory in this process.
+        chunk: Number of models that train in lock step. By default the number that fits into the
+            processor's caches, or into an accelerator's free memory.
     """
 
     stacks = True
@@ -62,11 +68,11 @@ class StackedEngine(RowsEngine):
     ) -> None:
         super().__init__(task, proof, memory_budget=memory_budget)
         checked(StackedEngine, {"chunk": chunk})
-        self.stack = StackedModule(*self.ways)
+        self.stack = StackedModule(*self._module_arguments)
         self.chunk = chunk or default_chunk(task, self.flat_module)
         if self.proof.unstackable:
             reason = f"models of this kind cannot be stacked: {self.proof.unstackable}"
-            self.notice(f"clients train one by one, since {reason}")
+            self.notice(f"clients train one by one, because {reason}")
 
     def begin(self, task: Task, directory: Path | None) -> None:
         super().begin(task, directory)
@@ -84,18 +90,20 @@ class StackedEngine(RowsEngine):
             try:
                 results = work(chunk)
             except FedloomError:
-                raise  # a mistake in the configuration is not the clients' fault
+                raise  # a mistake in the configuration: it would occur in every client
             except torch.OutOfMemoryError:
                 size = self.chunk = max(1, len(chunk) // 2)
                 self.notice(
-                    f"a stack of {len(chunk)} models does not fit in memory: {size} train together from now on"
+                    f"a stack of {len(chunk)} models does not fit in memory: from now on, stacks "
+                    f"have {size} models"
                 )
             except Exception as error:
-                # One client's failure must not fail the chunk: each works by itself, with the same
-                # result.
+                # One client's failure must not fail the chunk: repeat it client by client. Other
+                # clients get the same results.
                 size = 1
                 self.notice(
-                    f"{pipeline}: clients train one by one where they fail in lock step: {error_text(error)}"
+                    f"{pipeline}: clients that fail in lock step train one by one: "
+                    f"{error_text(error)}"
                 )
             else:
                 yield from results
@@ -105,18 +113,19 @@ class StackedEngine(RowsEngine):
             )
 
     def _chunks(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[Sequence[Job]]:
-        """Return the clients in chunks of about equal length, largest first; one by one if they
-        cannot be stacked.
+        """Split the clients into chunks of similar lengths, with the largest clients first.
+
+        Chunks have one client if models or methods cannot be stacked.
         """
         reason = unstackable_method(pipeline.components())
         if reason:
             self.notice(f"{pipeline}: {reason}")
         size = 1 if reason or self.proof.unstackable else self.chunk
         clients = torch.tensor([job.client for job in jobs], dtype=torch.int64)
-        falling = self.task.sizes(clients).argsort(descending=True, stable=True).tolist()
+        largest_first = self.task.sizes(clients).argsort(descending=True, stable=True).tolist()
         count = math.ceil(len(jobs) / size)
         edges = [index * len(jobs) // max(1, count) for index in range(count + 1)]
-        return [[jobs[k] for k in falling[a:b]] for a, b in pairwise(edges)]
+        return [[jobs[k] for k in largest_first[a:b]] for a, b in pairwise(edges)]
 
     def _module(self, round: Round, clients: Sequence[int]) -> FlatModule:
         if len(clients) == 1:
@@ -127,9 +136,7 @@ class StackedEngine(RowsEngine):
 
 
 def unstackable_method(methods: Iterable[Method]) -> str | None:
-    """Return the reason why clients of these methods train one at a time, or None if they may
-    advance together.
-    """
+    """Return the reason why clients of these methods cannot train in lock step, or None."""
     for method in methods:
         if not method.facts.stackable:
             return f"{type(method).__name__} trains one client at a time"
@@ -138,7 +145,7 @@ def unstackable_method(methods: Iterable[Method]) -> str | None:
 
 @torch.enable_grad()
 def default_chunk(task: Task, flat_module: FlatModule) -> int:
-    """Return how many models fit the processor's caches, or an accelerator's free memory."""
+    """Return the number of models that fit into the CPU's caches or the GPU's free memory."""
     if task.initial.is_cuda:
         free, _ = torch.cuda.mem_get_info(task.initial.device)
         return max(1, int(SHARE_OF_MEMORY * free / bytes_of_training(task, flat_module)))
@@ -147,15 +154,17 @@ def default_chunk(task: Task, flat_module: FlatModule) -> int:
 
 
 def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
-    """Return the bytes that one model needs while it trains: its rows, and what a forward pass
-    saves (measured).
+    """Return the memory of one training model in bytes.
+
+    It needs `ROWS_HELD` rows and the activations that autograd saves. The function runs a forward
+    and backward pass to measure the activations.
     """
     count = 2 if flat_module.needs_pairs else 1
     samples = task.train[:count]
     saved: dict[int, int] = {}
     frozen = {tensor.data_ptr() for tensor in task.layout.frozen_tensors(task.model).values()}
 
-    def note(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in frozen:
             saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
@@ -164,7 +173,7 @@ def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
     batch = Batch(task.dataset.prepare(samples.inputs).unsqueeze(0), samples.labels.unsqueeze(0))
     with (
         preserved_generator(row.device),
-        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor),
     ):
         flat_module.gradient(row, batch, data_loss, {})
     weights = task.layout.size * row.element_size()

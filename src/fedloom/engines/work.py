@@ -1,4 +1,4 @@
-"""Work of a task's steps, and the cores that it is worth."""
+"""Estimates of the work of local training, and of the useful number of cores."""
 
 import multiprocessing
 import os
@@ -21,26 +21,26 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 
 SHARED_STEP = 2e8
-"""Multiply-adds of a client's step from which it pays to share it among PyTorch's threads: about 10
-ms of one core. In smaller steps threads wait for each other, and on a busy machine for whatever has
-their core.
+"""Smallest number of multiply-adds of a step that uses several PyTorch threads.
+
+It takes about 10 ms on one core. In smaller steps, threads wait for each other, and on a busy
+machine for other programs.
 """
 
 
 def has_cores(task: Task) -> bool:
-    """Return True if worker processes can pay: on a CPU with more than one thread, outside a worker
-    process.
+    """Return True if worker processes can be useful.
+
+    This requires a task on the CPU, more than one thread, and a process that is no worker itself.
     """
     is_worker = multiprocessing.parent_process() is not None or VARIABLE in os.environ
     return not task.initial.is_cuda and torch.get_num_threads() > 1 and not is_worker
 
 
 def most_workers(task: Task, schedule: Schedule | None) -> int:
-    """Return a worker for each thread of PyTorch, but no more than there are clients in a round."""
-    return min(
-        torch.get_num_threads(),
-        task.clients if schedule is None else schedule.participants(task.clients),
-    )
+    """Return the number of PyTorch's threads, or of clients in a round if it is smaller."""
+    clients = task.clients if schedule is None else schedule.participants(task.clients)
+    return min(torch.get_num_threads(), clients)
 
 
 def mean_steps(task: Task) -> float:
@@ -49,20 +49,23 @@ def mean_steps(task: Task) -> float:
 
 
 def step_threads(task: Task) -> int:
-    """Return the threads that a client's step is worth: PyTorch's number from `SHARED_STEP`
-    multiply-adds on, else one.
-    """
+    """Return the number of threads for a client's step: PyTorch's number, or one for small steps."""
     return torch.get_num_threads() if step_multiply_adds(task) >= SHARED_STEP else 1
 
 
 def training_speed(task: Task, clients: int, seconds: float) -> tuple[float, float]:
-    """Return the GFLOP/s of so many clients' training in a round, and those of a large matrix
-    product on this device now.
+    """Return the speed of training, and for comparison of a large matrix product, in GFLOP/s.
+
+    Args:
+        task: Data, model and local training.
+        clients: Number of clients that trained.
+        seconds: Duration of their training.
+
+    Returns:
+        The speed of training, and the speed of a matrix product on this device now.
     """
-    matrix, durations = (
-        torch.randn(2048, 2048, generator=stream(0, "speed")).to(task.initial.device),
-        [],
-    )
+    matrix = torch.randn(2048, 2048, generator=stream(0, "speed")).to(task.initial.device)
+    durations: list[float] = []
     for _ in range(5):
         began = time.perf_counter()
         (matrix @ matrix)[0, 0].item()  # waits for the device
@@ -73,45 +76,44 @@ def training_speed(task: Task, clients: int, seconds: float) -> tuple[float, flo
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """Compute with so many threads inside the block (None: with the present number)."""
-    present = torch.get_num_threads()
-    torch.set_num_threads(present if threads is None else threads)
+    """Set the number of PyTorch's threads inside the block. None leaves it unchanged."""
+    previous = torch.get_num_threads()
+    torch.set_num_threads(previous if threads is None else threads)
     try:
         yield
     finally:
-        torch.set_num_threads(present)
+        torch.set_num_threads(previous)
 
 
 def step_multiply_adds(task: Task) -> int:
-    """Count the multiply-adds of a client's step on a full batch: the forward pass, and twice as
-    many in the backward pass.
+    """Return the number of multiply-adds of a client's step on a full batch.
+
+    The backward pass counts twice as much as the forward pass.
     """
     require_fit(task.model, task.dataset, task.train)
-    return (
-        3
-        * full_batch(task)
-        * multiply_adds(task.model, task.dataset.prepare(task.train.inputs[:1]))
-    )
+    forward = multiply_adds(task.model, task.dataset.prepare(task.train.inputs[:1]))
+    return 3 * full_batch(task) * forward
 
 
 def multiply_adds(module: nn.Module, sample: Tensor) -> int:
-    """Count the multiply-adds of matrix products and convolutions in a forward pass of `sample [1,
-    ...]`.
+    """Count the multiply-adds of matrix products and convolutions in a forward pass.
+
+    Args:
+        module: The model.
+        sample: One sample, `[1, ...]`.
     """
-    # With gradients and without oneDNN, since fused attention and recurrent layers would not be
-    # counted.
-    plain, counter = (
-        torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
-        _OperationCounter(),
-    )
-    with preserved_generator(), plain, counter:
+    # With gradients and without oneDNN: fused attention and recurrent layers are not counted.
+    unfused = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
+    counter = _OperationCounter()
+    with preserved_generator(), unfused, counter:
         copied(module).eval()(sample.clone())
     return counter.total // 2
 
 
 class _OperationCounter(TorchDispatchMode):
-    """Count of operations by PyTorch's formulas. Its own counter imports the compiler, which takes
-    longer than all of PyTorch.
+    """Counts operations by PyTorch's formulas.
+
+    PyTorch's counter imports the compiler, and this import takes longer than all of PyTorch.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""The life of worker processes of engines, of pools of runs and of sites: their start, their watch
-over the parent, their end.
+"""Start and end of worker processes, for engines, for pools of runs and for sites.
 
-This module imports only the standard library. A worker watches its parent before it imports
-PyTorch, which takes seconds.
+This module imports only the standard library, so that a worker watches its parent before it imports
+PyTorch. That import takes seconds.
 """
 
 import gc
@@ -18,14 +17,18 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 WATCH_SECONDS = 0.25
-"""Time between two checks of whether a worker is still needed."""
+"""Seconds between two checks if a worker is still needed."""
 
 
 def start_python(
     arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start another Python with this one's import path, out of reach of Ctrl-C, which inherits the
-    `descriptors`.
+    """Start a Python process with the import path of this process. Ctrl-C does not reach it.
+
+    Args:
+        arguments: Arguments of the interpreter.
+        environment: Variables in addition to those of this process.
+        descriptors: File descriptors that the process inherits.
     """
     return subprocess.Popen(
         [sys.executable, "-P", *arguments],
@@ -42,13 +45,13 @@ def start_worker(
     environment: Mapping[str, str] | None = None,
     descriptors: Sequence[int] = (),
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a worker process, which calls `join_parent` first.
+    """Start a worker process.
 
     Args:
-        program: Python code to execute.
-        threads: Threads of the worker.
+        program: Python code to execute. It must call `join_parent` first.
+        threads: Number of threads of the worker.
         environment: Variables in addition to those of this process.
-        descriptors: Files that the worker inherits.
+        descriptors: File descriptors that the worker inherits.
 
     Returns:
         The process, and this end of the pipe to it.
@@ -78,13 +81,16 @@ def import_path() -> str:
 
 
 def exit_with_parent(parent: int | None = None) -> None:
-    """Exit at once when the process `parent` (by default the present one) is no longer the parent."""
+    """Exit at once when this process loses its parent.
+
+    `parent` is the id of the expected parent, by default of the current one.
+    """
     pid = os.getppid() if parent is None else parent
     exit_unless(lambda: os.getppid() == pid)
 
 
 def exit_unless(needed: Callable[[], bool]) -> None:
-    """Poll in a daemon thread; exit at once when `needed()` returns False."""
+    """Call `needed` periodically in a daemon thread, and exit at once when it returns False."""
 
     def watch() -> None:
         while needed():
@@ -96,9 +102,7 @@ def exit_unless(needed: Callable[[], bool]) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Spare the objects of the modules imported inside the block from garbage collection, during
-    the imports and afterwards.
-    """
+    """Exclude objects that are created in the block from garbage collection, such as modules."""
     gc.disable()
     yield
     gc.freeze()

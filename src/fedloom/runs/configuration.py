@@ -19,7 +19,7 @@ from fedloom.config.fields import (
     require_fields,
 )
 from fedloom.data.dataset import Dataset, make_dataset
-from fedloom.engines.choose import DEFAULT, settled_by
+from fedloom.engines.choose import DEFAULT, without_placement
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.errors import InvalidValue, quoted
 from fedloom.method import Method
@@ -231,7 +231,7 @@ class Configuration(Schedule):
                 if name not in NEUTRAL and not unused.get(name)
             },
             "record": [expression(recorder) for recorder in self._recorders],
-            "engine": settled_by(self.engine),
+            "engine": without_placement(self.engine),
             "device": self.device,
             **({"plugins": self.plugins} if self.plugins else {}),
         }

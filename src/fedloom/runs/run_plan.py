@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.engines.base import Choice, LocalEngine
-from fedloom.engines.choose import make_engine, settled_by
+from fedloom.engines.choose import make_engine, without_placement
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.recording.run_recording import Recording
@@ -126,7 +126,7 @@ class RunPlan:
         named, resolved = self.configuration.engine, str(self.resolved["engine"])
         hooked = any(r.hooks_training and not r.inapplicable(self.method) for r in self.recorders)
         return make_engine(
-            named if settled_by(named) == resolved else resolved,
+            named if without_placement(named) == resolved else resolved,
             task,
             self.schedule,
             in_process=hooked or not self.alone,

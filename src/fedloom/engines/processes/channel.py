@@ -1,8 +1,8 @@
-"""A pipe between two processes, and memory that they share: tensors stay in the memory, the pipe
-carries their positions.
+"""A pipe between two processes, and shared memory for tensors.
 
-Shared memory is a file without a name: it cannot be left behind, does not count against the size of
-/dev/shm, and is freed when the last process that maps it has ended, in whatever way.
+Tensors stay in shared memory, and the pipe transports their positions. Shared memory is a file
+without a name. It does not count against the size of /dev/shm, and the system frees it when the
+last process that maps it ends, also after a crash.
 """
 
 import mmap
@@ -26,16 +26,19 @@ from torch import Tensor
 from fedloom.engines.pickling import dump
 
 SMALLEST = 1 << 16
-"""Bytes of the smallest region. Sizes are powers of two, so that regions can be reused; untouched
-pages cost nothing.
+"""Size of the smallest region in bytes.
+
+Sizes are powers of two, so that regions can be reused. Unused pages need no memory.
 """
 
 INLINE = 4096
-"""Tensors of at most this many bytes, unless in shared memory already, are sent inside the message.
+"""Largest size in bytes of tensors that are sent inside the message.
+
+Tensors that are already in shared memory are never sent inside it.
 """
 
 Position = tuple[int, int, int]
-"""Start and size of a region, and an offset in it."""
+"""Start and size of a region, and an offset in the region, in bytes."""
 
 
 def anonymous_file() -> int:
@@ -47,8 +50,9 @@ def anonymous_file() -> int:
 
 
 class SharedMemory:
-    """A file that this process alone extends, by regions that are reused when freed: new pages cost
-    more than a copy.
+    """A file in memory that only this process extends, by one region at a time.
+
+    Freed regions are reused, because new pages cost more than a copy.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -81,7 +85,7 @@ class SharedMemory:
         return array, (start, rounded, 0)
 
     def find(self, address: int) -> Position | None:
-        """Return the position of an address of this process, or None if it lies elsewhere."""
+        """Return the position of an address of this process, or None if it is in no region."""
         index = bisect_right(self._addresses, address, key=lambda entry: entry[0]) - 1
         if index < 0:
             return None
@@ -92,8 +96,12 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message for any number of processes: bytes, and its tensors' memory, which is kept `alive`
-    until it has been read.
+    """A packed message for one or several processes.
+
+    Attributes:
+        data: Pickled bytes.
+        entries: Tensors by position and size in bytes, or as bytes.
+        alive: Memory of the tensors. It must not be freed before the message has been read.
     """
 
     data: bytes
@@ -102,7 +110,13 @@ class Parcel:
 
 
 def pack(message: Any, memory: SharedMemory, common: Mapping[int, int] | None = None) -> Parcel:
-    """Pack a message, as `dump` does. Tensors that are not in shared memory yet are copied into it."""
+    """Pack a message. Tensors that are not in shared memory yet are copied into it.
+
+    Args:
+        message: The message.
+        memory: Shared memory of this process.
+        common: Indices of tensors that the receiver already has, by their ids (see `dump`).
+    """
     data, buffers = dump(message, common)
     entries: list[tuple[Position, int] | bytes] = []
     for index, buffer in enumerate(buffers):
@@ -118,8 +132,14 @@ def pack(message: Any, memory: SharedMemory, common: Mapping[int, int] | None = 
 
 
 class Channel:
-    """One end of the pipe. Received tensors lie in the other side's memory, of descriptor
-    `peer_memory`, which may reuse it.
+    """One end of the pipe.
+
+    Received tensors are in the memory of the other process, which may use it again.
+
+    Args:
+        connection: The pipe.
+        memory: Shared memory of this process.
+        peer_memory: File descriptor of the other process's shared memory.
     """
 
     def __init__(self, connection: Connection, memory: SharedMemory, peer_memory: int) -> None:
@@ -127,37 +147,35 @@ class Channel:
         self._mapped: dict[int, mmap.mmap] = {}  # regions of the other process
 
     def send(self, *parcels: Parcel | None) -> None:
-        """Send messages packed with this end's memory. Raises `OSError` if the other process has
-        ended.
-        """
+        """Send packed messages. Raises `OSError` if the other process has ended."""
         self.connection.send_bytes(
             pickle.dumps([parcel and (parcel.data, parcel.entries) for parcel in parcels])
         )
 
     def receive(self) -> list[Any]:
-        """Receive messages that were sent together. Raises `EOFError` or `OSError` if the other
-        process has ended.
+        """Receive the messages of one `send`.
+
+        Raises:
+            EOFError: If the other process has ended.
+            OSError: If the other process has ended.
         """
         messages = pickle.loads(self.connection.recv_bytes())
         return [
-            message and (message[0], [self._at(entry) for entry in message[1]])
+            message and (message[0], [self._read(entry) for entry in message[1]])
             for message in messages
         ]
 
     def close(self) -> None:
-        """Close this end of the pipe and the other side's memory."""
+        """Close this end of the pipe and the other process's memory."""
         self.connection.close()
         os.close(self.peer_memory)
 
-    def _at(self, entry: tuple[Position, int] | bytes) -> Any:
+    def _read(self, entry: tuple[Position, int] | bytes) -> Any:
         if isinstance(entry, bytes):
-            # A copy, because sums may round differently on memory that is not aligned as PyTorch
-            # aligns its own.
-            return (
-                torch.frombuffer(bytearray(entry), dtype=torch.uint8).clone().numpy()
-                if entry
-                else entry
-            )
+            # Copy it to memory with PyTorch's alignment: sums may round differently without it.
+            if not entry:
+                return entry
+            return torch.frombuffer(bytearray(entry), dtype=torch.uint8).clone().numpy()
         (start, size, offset), count = entry
         if start not in self._mapped:
             self._mapped[start] = mmap.mmap(self.peer_memory, size, offset=start)

@@ -1,6 +1,4 @@
-"""The processes engine: worker processes on this machine train the clients, with all models in
-shared memory.
-"""
+"""The processes engine: worker processes on this machine train clients in shared memory."""
 
 import contextlib
 import math
@@ -42,27 +40,28 @@ _PROGRAM = "from fedloom.engines.processes.worker import main; main()"
 
 @engines.register("processes")
 class ProcessesEngine(WorkerEngine):
-    """Trains clients in worker processes, with the numbers of the rows engine on as many threads.
+    """Trains clients in worker processes. Results equal those of rows with the same threads.
 
-    The workers start once and stay. They read the task's data, the models they are sent and the
-    clients' memory from shared memory, and write trained models into one shared matrix, so no model
-    is pickled. The task's training samples are moved into shared memory. A free worker takes the
-    remaining client with the most samples.
+    The workers start once. The task's training samples are moved into shared memory. The workers
+    read data, received models and the clients' memory from shared memory, and write trained models
+    into a shared matrix, so no model is pickled. A free worker gets the waiting client with the
+    most samples.
 
     Args:
-        task: What clients train, on the CPU.
-        proof: Shortcuts that the task allows, stacks included, if they were proven before.
+        task: Data, model and local training, on the CPU.
+        proof: Shortcuts that the task allows, including stacks, if they were proven before.
         workers: Number of processes.
-        threads: Threads of each.
-        inside: With `stacked`, a worker takes several clients of similar sizes, which train in lock
-            step, with the numbers of the rows engine to float tolerance. They still train one by
-            one if the model or the method cannot be stacked.
-        chunk: Most clients of a stack; by default what suits the processor.
+        threads: Number of threads per process.
+        memory_budget: Bytes of client memory in this process.
+        inside: With `stacked`, a worker trains several clients of similar sizes in lock step.
+            Results then equal those of rows to float tolerance. Clients train one by one if the
+            model or the method cannot be stacked.
+        chunk: Largest number of clients in a stack. By default it depends on the processor.
 
     Raises:
-        InvalidValue: A number is out of range, the task is not on the CPU, or something in it
+        InvalidValue: If a number is out of range, the task is not on the CPU, or a part of the task
             cannot be pickled.
-        FedloomError: No worker can start, or this process is a worker itself.
+        FedloomError: If no worker can start, or this process is a worker itself.
     """
 
     name = "processes"
@@ -87,11 +86,11 @@ class ProcessesEngine(WorkerEngine):
         )
         if chunk is not None and inside == "rows":
             raise InvalidValue(
-                f"chunk = {chunk} is a number of models in a stack: give inside = stacked too"
+                f"chunk = {chunk} is a number of models in a stack: set inside = stacked too"
             )
         if VARIABLE in os.environ:
-            remedy = "put what starts it below if __name__ == '__main__':"
-            raise FedloomError(f"a worker process began the run anew: {remedy}")
+            remedy = "put the code that starts the run under if __name__ == '__main__':"
+            raise FedloomError(f"a worker process has started the run again: {remedy}")
         super().__init__(workers, inside, memory_budget)
         self.threads, self.wanted_chunk = threads, chunk
         self._proven = (task, proof)
@@ -99,18 +98,18 @@ class ProcessesEngine(WorkerEngine):
         weakref.finalize(self, end_all, self._handles)
         self._start_missing()  # workers import PyTorch meanwhile
         try:
-            self._announce(task)
+            self._set_task(task)
         except BaseException:
             end_all(self._handles)
             raise
 
     def _setup_for(self, task: Task) -> Setup:
         for tensor in (task.train.inputs, task.train.labels):
-            # no lazy inputs
+            # Lazy inputs are not tensors.
             if isinstance(tensor, Tensor) and self.shared_memory.find(tensor.data_ptr()) is None:
                 tensor.data = self.shared_memory.empty(tensor.shape, tensor.dtype).copy_(tensor)
         proven, proof = self._proven
-        # It holds however many steps clients make.
+        # The proof does not depend on the number of steps.
         settings = replace(task.training, steps=proven.training.steps)
         applies = (
             task.model is proven.model
@@ -139,9 +138,7 @@ class ProcessesEngine(WorkerEngine):
         return self.shared_memory.empty(shape, dtype)
 
     def _groups(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Return the same number of groups for every worker, so that all finish at about the same
-        time.
-        """
+        """Split jobs into the same number of groups per worker, so that workers end together."""
         most = 1 if unstackable_method(pipeline.components()) else self.chunk
         count = self.workers * math.ceil(len(jobs) / (self.workers * most))
         return grouped(jobs, self._sizes(jobs), count, most)
@@ -153,8 +150,9 @@ class ProcessesEngine(WorkerEngine):
 
 
 class WorkerProcess(WorkerHandle):
-    """A worker process, which sends a message once it has started. It does not run the main program
-    again.
+    """A worker process. It sends a message when it has started.
+
+    It does not import the main program.
     """
 
     def __init__(self, threads: int, memory: SharedMemory) -> None:
@@ -163,7 +161,7 @@ class WorkerProcess(WorkerHandle):
         environment = {VARIABLE: "1", "OMP_NUM_THREADS": str(threads)}
         self.process, connection = start_worker(_PROGRAM, threads, environment, files)
         self.channel = Channel(connection, memory, files[1])
-        # their tensors must not be freed before the answer has arrived
+        # Their tensors must not be freed before the answer has arrived.
         self._sent: tuple[Parcel | None, ...] = ()
 
     def send(self, setup: Parcel | None, assignment: Parcel | None, work: Parcel) -> None:

@@ -1,4 +1,4 @@
-"""The program of a worker process. It inherits one end of a pipe and ends with its parent."""
+"""Program of a worker process. The process inherits one end of a pipe, and ends with its parent."""
 
 import signal
 
@@ -11,7 +11,7 @@ VARIABLE = "FEDLOOM_WORKER"
 def main() -> None:
     """Answer the parent's messages until the pipe is closed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent saves and then ends its workers
-    threads, pipe, other, own = join_parent()
+    threads, pipe, parent_memory, memory = join_parent()
     with importing():
         from multiprocessing.connection import Connection
 
@@ -23,8 +23,9 @@ def main() -> None:
 
         torch.set_num_threads(threads)
         keep_pages()
-        channel, trainer = Channel(Connection(pipe), SharedMemory(own), other), ClientTrainer()
-        answer = pack(None, channel.memory)  # the first answer says that imports are done
+        channel = Channel(Connection(pipe), SharedMemory(memory), parent_memory)
+        trainer = ClientTrainer()
+        answer = pack(None, channel.memory)  # the first answer reports that imports are finished
     try:
         while True:
             channel.send(answer)

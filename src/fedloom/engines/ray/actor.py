@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 
 class TrainingActor:
-    """Trains clients in a process of its own. Inboxes are copied: the object store ends whoever
-    writes to it.
+    """Trains clients in a Ray process.
+
+    Inboxes are copied, because the object store kills processes that write to its memory.
     """
 
     def __init__(self, paths: Sequence[str], threads: int, gpu: bool) -> None:
-        # Ray's agent of the node; Ray's own watch may need more than five seconds on a busy machine
+        # Watch Ray's agent of the node: on a busy machine Ray's check takes more than five seconds.
         exit_with_parent()
         sys.path += [path for path in paths if path not in sys.path and os.path.exists(path)]
         import torch
@@ -37,5 +38,5 @@ class TrainingActor:
         return os.getpid()
 
     def take(self, setup: Packed | None, assignment: Packed | None, work: Packed) -> Packed:
-        """Hand messages to the trainer and return its packed answers."""
+        """Handle packed messages, and return the packed answer (see `ClientTrainer.take`)."""
         return self.dump(self.trainer.take(setup, assignment, work))

@@ -1,5 +1,6 @@
-"""The Ray engine: actors on one machine or many train the clients, and models are sent through
-Ray's object store.
+"""The Ray engine: Ray actors train clients, on one machine or several.
+
+Models are sent through Ray's object store.
 """
 
 import logging
@@ -35,53 +36,52 @@ from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
 GROUPS = 2
-"""Groups of clients for each actor that trains row by row: with two, a slow actor leaves its second
-to others.
+"""Groups of clients per actor that trains row by row.
+
+With two, other actors can take the second group of a slow actor.
 """
 
 MOST_ACTORS = 10_000
-"""Upper limit for the actors on a cluster."""
+"""Upper limit of actors on a cluster."""
 
 GROWTH_SECONDS = 180.0
-"""Longest wait for a cluster to add a node that is large enough for an actor. (A local cluster
-never adds one.)
-"""
+"""Longest wait for a cluster to add a node for an actor. Local clusters never add nodes."""
 
 NOTICE_SECONDS = 60.0
-"""Time between two notices that no actor has started yet."""
+"""Seconds between two warnings that no actor has started yet."""
 
-LOOK_SECONDS = 1.0
-"""Time between two looks at the cluster, while no actor has answered."""
+POLL_SECONDS = 1.0
+"""Seconds between two checks of the cluster, while no actor has answered."""
 
 _logger = logging.getLogger("fedloom")
 
 
 @engines.register("ray")
 class RayEngine(WorkerEngine):
-    """Trains clients in Ray actors, on one machine or many.
+    """Trains clients in Ray actors, on one machine or several.
 
-    Each node holds one copy of the task's data. Each round, tensors that several clients are sent
-    are put into the object store once; those for one client are sent with its group of clients, and
-    one answer comes back for each group. The clients' memory stays in this process and is sent with
-    their work.
+    Each node stores one copy of the task's data. In each round, tensors for several clients are put
+    into the object store once. Tensors for one client are sent with its group of clients, and each
+    group has one answer. The clients' memory stays in this process and is sent with their work.
 
     Args:
-        task: What clients train, on the CPU; with GPUs, actors move it.
-        workers: Number of actors; by default as many as the cluster has room for.
-        cpus: Cores of each actor, and its threads.
-        gpus: GPUs of each actor; a fraction shares one.
-        address: `local` for a cluster of this machine, started and ended here; `auto` for the one
-            that this machine belongs to; `host:port` or `ray://host:port`. Nodes need the same
-            Python, Ray and fedloom.
-        inside: Engine in an actor: `rows`, or `stacked` in lock step.
-        object_store: Bytes for objects on a local cluster, by default 1 GiB and twice the data;
-            more go to files.
+        task: Data, model and local training, on the CPU. Actors with GPUs move it to the GPU.
+        workers: Number of actors. By default the capacity of the cluster.
+        cpus: Number of cores and threads per actor.
+        gpus: Number of GPUs per actor. With a fraction, actors share a GPU.
+        address: `local` starts a cluster on this machine and ends it later. `auto` connects to the
+            cluster of this machine. `host:port` or `ray://host:port` connects to another cluster.
+            All nodes need the same versions of Python, Ray and fedloom.
+        inside: Engine in an actor: `rows`, or `stacked` for lock step.
+        memory_budget: Bytes of client memory in this process.
+        object_store: Bytes for objects on a local cluster, by default 1 GiB plus twice the data.
+            Further objects are stored in files.
 
     Raises:
-        InvalidValue: A number is out of range, the task is not on the CPU, or something in it
+        InvalidValue: If a number is out of range, the task is not on the CPU, or a part of the task
             cannot be pickled.
-        MissingExtra: Ray is not installed.
-        FedloomError: There is no cluster, or no room on it.
+        MissingExtra: If Ray is not installed.
+        FedloomError: If there is no cluster, or it is too small for an actor.
     """
 
     name = "ray"
@@ -111,41 +111,39 @@ class RayEngine(WorkerEngine):
             )
         super().__init__(workers or 1, inside, memory_budget)
         self.cpus, self.gpus = cpus, gpus
-        self.workers_fold = gpus == 0  # else sums would be the GPU's
+        self.workers_fold = gpus == 0  # sums on a GPU round differently
         self._ray = load_ray()
-        count = workers or self._local_room()  # of a cluster that is started here
+        count = workers or self._local_capacity()  # size of a cluster that is started here
         data = sum(tensor.nbytes for tensor in (task.train.inputs, task.train.labels))
         store = (1 << 30) + 2 * data if object_store is None else object_store
         self.session = join(address, math.ceil(count * cpus), math.ceil(count * gpus), store)
-        self._end = weakref.finalize(self, _give_up, self._handles, self.session)
+        self._end = weakref.finalize(self, _close, self._handles, self.session)
         try:
-            self.workers = workers or self._room()
-            self._announce(task)
+            self.workers = workers or self._capacity()
+            self._set_task(task)
             self._start_missing()
         except BaseException:
             self._end()
             raise
 
-    def _local_room(self) -> int:
-        """Return how many actors this machine has room for, by the threads and GPUs that PyTorch
-        may use.
-        """
+    def _local_capacity(self) -> int:
+        """Return the number of actors that fit on this machine, by PyTorch's threads and GPUs."""
         if self.gpus:
             return max(1, int(torch.cuda.device_count() / self.gpus))
         return max(1, int(torch.get_num_threads() / self.cpus))
 
-    def _room(self) -> int:
-        """Return how many actors the cluster has room for."""
+    def _capacity(self) -> int:
+        """Return the number of actors that fit on the cluster."""
         if self.session.local:
-            return self._local_room()
+            return self._local_capacity()
         resources = self._ray.cluster_resources()
-        limits = [resources.get("CPU", 0) / self.cpus] + (
-            [resources.get("GPU", 0) / self.gpus] if self.gpus else []
-        )
+        limits = [resources.get("CPU", 0) / self.cpus]
+        if self.gpus:
+            limits.append(resources.get("GPU", 0) / self.gpus)
         return max(1, int(min(limits)))
 
     def _setup_for(self, task: Task) -> Setup:
-        if self.gpus:  # the shortcuts of a GPU show where there is one
+        if self.gpus:  # shortcuts of a GPU must be proven on the node of the actor
             return Setup(slim(task), self.inside, None)
         return self._proven_setup(task)
 
@@ -164,12 +162,13 @@ class RayEngine(WorkerEngine):
     # --- the actors ---
 
     def _start(self) -> WorkerHandle:
-        """Start an actor. Ray does not restart it: it would refuse calls meanwhile, while a new one
-        can run on any node.
+        """Start an actor.
+
+        Ray must not restart it: a restarting actor refuses calls, and a new one can use any node.
         """
         from fedloom.engines.ray.actor import TrainingActor
 
-        # On a local cluster no one else takes cores, so its actors need not reserve any.
+        # No other program uses a local cluster, so its actors need not reserve cores.
         cores = 0 if self.session.local else self.cpus
         kind = self._ray.remote(TrainingActor).options(
             num_cpus=cores, num_gpus=self.gpus, max_restarts=0
@@ -178,43 +177,44 @@ class RayEngine(WorkerEngine):
         return ActorHandle(self._ray, kind.remote(paths, max(1, int(self.cpus)), self.gpus > 0))
 
     def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
-        """Wait without a limit for actors that are starting; `FedloomError` if no node is large
-        enough for one.
+        """Wait for an answer, without a time limit while actors start.
+
+        Raises `FedloomError` if no node is large enough for an actor, or the local node has died.
         """
         calls = {handle.call: handle for handle in handles if isinstance(handle, ActorHandle)}
-        start = noticed = time.monotonic()
+        start = last_notice = time.monotonic()
         while True:
-            done, _ = self._ray.wait(list(calls), num_returns=1, timeout=LOOK_SECONDS)
+            done, _ = self._ray.wait(list(calls), num_returns=1, timeout=POLL_SECONDS)
             if done:
                 return [calls[done[0]]]
             if self.session.died:
                 raise FedloomError(DIED)
-            moment = time.monotonic()
+            now = time.monotonic()
             if any(handle.ready for handle in self._handles):
                 continue
             cores = 0 if self.session.local else self.cpus
             if not has_room(self._ray, cores, self.gpus) and (
-                self.session.local or moment - start > GROWTH_SECONDS
+                self.session.local or now - start > GROWTH_SECONDS
             ):
                 raise FedloomError(f"engine 'ray': no Ray actor can start: {self._shortage()}")
-            if moment - noticed > NOTICE_SECONDS:
+            if now - last_notice > NOTICE_SECONDS:
                 reason = "its process is starting" if self.session.local else self._shortage()
                 _logger.warning(
                     "no Ray actor has started in %.0f seconds, still waiting: %s",
-                    moment - start,
+                    now - start,
                     reason,
                 )
-                noticed = moment
+                last_notice = now
 
     def _shortage(self) -> str:
-        """Return the resources that each actor needs, and those that the cluster has."""
+        """Return a text with the resources of an actor and of the cluster."""
         needs = f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
         free, total = self._ray.available_resources(), self._ray.cluster_resources()
         return f"each needs {needs} on one node; the cluster has {_amounts(free)} free of {_amounts(total)}"
 
     @property
     def processes(self) -> list[int]:
-        """Process ids of the actors, on their machines. Waits until they have started."""
+        """Process ids of the actors on their machines. Waits until the actors have started."""
         actors = [handle.actor for handle in self._handles if isinstance(handle, ActorHandle)]
         ids: list[int] = self._ray.get([actor.process.remote() for actor in actors])
         return ids
@@ -225,7 +225,7 @@ class RayEngine(WorkerEngine):
 
 
 class ActorHandle(WorkerHandle):
-    """An actor, whose first call only says that it has started."""
+    """A Ray actor. Its first call returns when it has started."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         super().__init__()
@@ -249,18 +249,18 @@ class ActorHandle(WorkerHandle):
         if self.ray.is_initialized():
             try:
                 self.ray.kill(self.actor)
-            except Exception:  # it is dead, or the connection is: nothing remains to be ended
+            except Exception:  # the actor or the connection is dead: nothing remains to stop
                 return
 
 
 def ending(error: BaseException) -> str:
-    """Return the line of Ray's error that says how an actor ended."""
+    """Return the line of Ray's error with the reason for the end of an actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if any("creation task" in line for line in lines):
         return lines[-1]
     reasons = [line for line in lines if line.startswith("The actor is dead because")]
     if any("memory pressure" in line or "low on memory" in line for line in lines):
-        return "Ray ended it, since its node ran out of memory"
+        return "Ray ended it, because its node ran out of memory"
     return reasons[0].split(". ")[0].rstrip(".") if reasons else first_line(error)
 
 
@@ -269,7 +269,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
 
 
-def _give_up(handles: list[WorkerHandle], session: Session) -> None:
-    """End all actors and leave the cluster."""
+def _close(handles: list[WorkerHandle], session: Session) -> None:
+    """Stop all actors and leave the cluster."""
     end_all(handles)
     leave(session)

@@ -1,5 +1,6 @@
-"""This process's connection to a Ray cluster: an existing one, or one that is started here and
-ended by its last user.
+"""The connection of this process to a Ray cluster.
+
+The cluster exists already, or it is started here and ended by its last user.
 """
 
 import logging
@@ -20,53 +21,64 @@ from fedloom.engines.worker_life import import_path
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra, first_line, quoted
 
 LOCAL = "local"
-"""Address of a cluster of this machine alone, started here."""
+"""Address of a cluster that is started here, on this machine only."""
 
 PROBE_SECONDS = 5.0
 """Longest wait for a machine to accept a connection."""
 
 SHORT = 38
-"""Longest path of the temporary folder in which Ray can open its sockets: the system allows 107
-characters in all.
+"""Longest path of the temporary folder for Ray's sockets.
+
+The system allows 107 characters for the whole path of a socket.
 """
 
 _SECURITY = "RAY_AUTH_MODE"
 
 _SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # no reports to its makers
-    # under `uv run` it would send the working directory to every node
+    "RAY_USAGE_STATS_ENABLED": "0",  # send no usage statistics
+    # Under `uv run`, Ray would send the working directory to every node.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # no warning about its future default
-    # no paragraph on standard output when a worker dies: the engine reports that itself
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # no warning about the future default
+    # No text on standard output when a worker dies: the engine reports it.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".?",
 }
 
 
-_PATIENCE = {
+_TIME_LIMITS = {
     "RAY_worker_register_timeout_seconds": "600",
     "RAY_agent_register_timeout_ms": "3600000",
     "RAY_gcs_server_port_wait_time_s": "600",
     "RAY_gcs_server_request_timeout_seconds": "600",
     "RAY_health_check_failure_threshold": "100",
 }
-"""Ray's time limits, raised on a cluster that is started here. By default Ray ends a process that
-has not registered within a minute and starts it again, which never succeeds on a machine that needs
-longer. The death of a process is still noticed.
+"""Longer time limits for clusters that are started here.
+
+By default, Ray restarts a process that has not registered within a minute. This never succeeds on a
+machine that needs longer. Ray still detects processes that have died.
 """
 
 
 @dataclass
 class Session:
-    """This process's connection to a cluster. Ray allows one connection a process, so all engines
-    in it share it.
+    """The connection of this process to a cluster.
+
+    Ray allows one connection per process, so all engines of the process share it.
+
+    Attributes:
+        address: Address of the cluster.
+        started: True if fedloom has made the connection, False if the user's program has.
+        folder: Temporary folder of a local cluster.
+        security: Previous value of `RAY_AUTH_MODE`. Ray sets it for the whole program.
+        users: Number of engines that use the connection.
+        raylet: `psutil.Process` of the node of a local cluster.
     """
 
     address: str
-    started: bool  # by fedloom, not by the program that uses it
+    started: bool
     folder: Path | None = None
-    security: str | None = None  # `RAY_AUTH_MODE` before: Ray sets it for the whole program
+    security: str | None = None
     users: int = 1
-    raylet: Any = None  # its `psutil.Process`, on a local cluster
+    raylet: Any = None
 
     @property
     def died(self) -> bool:
@@ -77,22 +89,23 @@ class Session:
 
     @property
     def local(self) -> bool:
-        """True if the cluster was started here and runs for fedloom alone."""
+        """True if the cluster was started here, so that only fedloom uses it."""
         return self.started and self.address == LOCAL
 
 
 _current: Session | None = None
 
 DIED = (
-    "the Ray node that was started here has died (its raylet crashed or was killed): the same command goes on from the last "
-    "checkpoint; if it happens again, look for a lack of memory, take fewer workers"
+    "the Ray node that was started here has died (its raylet crashed or was killed): repeat the "
+    "command to continue from the last checkpoint; if the node dies again, check the free memory "
+    "and use fewer workers"
 )
 
 
 def load_ray() -> Any:
     """Import and return the package `ray`. Raises `MissingExtra` if it is not installed."""
     try:
-        with _environment(_SETTINGS):  # Ray reads some of them when it is imported
+        with _environment(_SETTINGS):  # Ray reads some variables during the import
             import ray
     except ImportError:
         raise MissingExtra("ray", "ray", "engine 'ray'") from None
@@ -100,12 +113,21 @@ def load_ray() -> Any:
 
 
 def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
-    """Join the cluster at `address`; a local one is started with this many cores, GPUs and bytes
-    for objects.
+    """Connect this process to a cluster, or share the existing connection.
 
-    A connection that the program made itself serves the addresses `local` and `auto` and outlives
-    the session. Raises `MissingExtra`, `InvalidValue` in a process of another cluster,
-    `FedloomError` if none is there or can be started.
+    If the user's program is already connected, this connection is used for the addresses `local`
+    and `auto`, and `leave` does not close it.
+
+    Args:
+        address: `local`, `auto`, `host:port` or `ray://host:port`.
+        cpus: Number of cores of a local cluster.
+        gpus: Number of GPUs of a local cluster.
+        object_store: Bytes for objects on a local cluster.
+
+    Raises:
+        MissingExtra: If Ray is not installed.
+        InvalidValue: If this process is connected to another cluster.
+        FedloomError: If the cluster cannot be reached or started.
     """
     global _current
     ray = load_ray()
@@ -118,17 +140,18 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
         return _current
     if ray.is_initialized():
         if _current is not None or address not in (LOCAL, "auto"):
-            present = "another Ray cluster" + ("" if _current is None else f" ({_current.address})")
+            other = "another Ray cluster" + ("" if _current is None else f" ({_current.address})")
             raise InvalidValue(
-                f"engine 'ray' cannot connect to {quoted(address)}: this process is connected to {present}"
+                f"engine 'ray' cannot connect to {quoted(address)}: this process is connected to "
+                f"{other}"
             )
         _current = Session(address, started=False)
         return _current
     session = Session(address, started=True, security=os.environ.get(_SECURITY))
     environment, options = _SETTINGS, dict[str, Any]()
     if address == LOCAL:
-        # the cluster's processes inherit it
-        environment = {**_SETTINGS, **_PATIENCE, "PYTHONPATH": import_path()}
+        # The processes of the cluster inherit these variables.
+        environment = {**_SETTINGS, **_TIME_LIMITS, "PYTHONPATH": import_path()}
         options = {
             "num_cpus": cpus,
             "num_gpus": gpus,
@@ -137,16 +160,16 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
         }
         if len(tempfile.gettempdir()) <= SHORT:
             session.folder = Path(tempfile.mkdtemp(prefix="fedloom-ray-"))
-            # Ray opens its folder to everybody, so it gets one inside a folder of this user alone.
+            # Ray makes its folder readable for all users: put it into a private folder.
             options["_temp_dir"] = str(session.folder / "r")
     else:
         _probe(address)
-    import psutil  # type: ignore[import-untyped]  # Ray brings it along
+    import psutil  # type: ignore[import-untyped]  # a dependency of Ray
 
     this = psutil.Process()
     children = this.children()
     try:
-        with _environment(environment), _our_sigterm():
+        with _environment(environment), _preserved_sigterm():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:
         leave(session)
@@ -161,7 +184,7 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
 
 
 def leave(session: Session) -> None:
-    """Leave the session. The last user ends the connection and the cluster, if they were made here."""
+    """Leave the session. The last user ends a connection and a cluster that were started here."""
     global _current
     session.users -= 1
     if session.users:
@@ -177,16 +200,20 @@ def leave(session: Session) -> None:
 
 
 def has_room(ray: Any, cpus: float, gpus: float) -> bool:
-    """Return True if a node of the cluster is large enough for an actor that needs this much, even
-    if it is busy now.
+    """Return True if a node of the cluster is large enough for an actor, even if it is busy now.
+
+    Args:
+        ray: The package.
+        cpus: Number of cores that the actor reserves.
+        gpus: Number of GPUs that the actor reserves.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes)
 
 
 @contextmanager
-def _our_sigterm() -> Iterator[None]:
-    """Put back the program's handler of SIGTERM, if it has one: Ray replaces it."""
+def _preserved_sigterm() -> Iterator[None]:
+    """Restore the program's handler of SIGTERM after the block: Ray replaces it."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if handler is not signal.SIG_DFL and threading.current_thread() is threading.main_thread():
@@ -194,9 +221,7 @@ def _our_sigterm() -> Iterator[None]:
 
 
 def _probe(address: str) -> None:
-    """Raise unless something listens at the address: Ray itself would try for half a minute and
-    more.
-    """
+    """Raise an error at once if no program listens at the address. Ray would wait much longer."""
     if address == "auto":
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
@@ -214,8 +239,9 @@ def _probe(address: str) -> None:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, except those that the user has set (but for
-    PYTHONPATH).
+    """Set environment variables inside the block.
+
+    Variables that the user has set remain unchanged, except PYTHONPATH.
     """
     previous = {name: os.environ.get(name) for name in values}
     os.environ.update(
