@@ -49,7 +49,7 @@ def test_methods_that_change_the_classifier_refuse_other_outputs(
     method: str, kind: str, engine: str
 ) -> None:
     with pytest.raises(
-        InvalidValue, match=f"{method} needs a model whose outputs are those of"
+        InvalidValue, match=f"{method} needs a model that returns the outputs of"
     ) as e:
         run(method, kind, engine)
     assert "\n" not in str(e.value)

@@ -538,5 +538,5 @@ def test_settings_that_hold_already_are_not_set_again(monkeypatch: pytest.Monkey
 
 def test_a_worker_does_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_WORKER", "1")
-    with pytest.raises(FedloomError, match="below if __name__ == '__main__'"):
+    with pytest.raises(FedloomError, match="under if __name__ == '__main__'"):
         ProcessesEngine(small_task())

@@ -157,7 +157,7 @@ def test_every_optimiser_gives_the_numbers_of_rows(
     """One optimizer moves all rows until short batches separate them, or each row has its own from
     the start.
     """
-    monkeypatch.setattr("fedloom.local.optimizer.TOGETHER", 10**9 if shared else 0)
+    monkeypatch.setattr("fedloom.local.optimizer.JOINT_WEIGHTS", 10**9 if shared else 0)
     split: list[int] = []
     of_row = _Optimizer.of_row
 

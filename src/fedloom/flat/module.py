@@ -302,7 +302,7 @@ class FlatModule:
         """
         return None
 
-    def heeds_share(self, loss_fn: LossFn) -> bool:
+    def uses_share(self, loss_fn: LossFn) -> bool:
         """Return True if gradients of this loss respect `Batch.share`, so that batches may be
         padded.
         """

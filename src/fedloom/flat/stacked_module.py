@@ -58,13 +58,13 @@ class StackedModule(FlatModule):
         folds = self._layers and all_move and FoldedSGD.covers(settings)
         return FoldedSGD(self._layers, settings, rate) if folds else None
 
-    def heeds_share(self, loss_fn: LossFn) -> bool:
+    def uses_share(self, loss_fn: LossFn) -> bool:
         return bool(self._layers) and loss_fn is data_loss and self.autocast is None
 
     def gradient(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
     ) -> tuple[Tensor, Tensor]:
-        if not self.heeds_share(loss_fn):
+        if not self.uses_share(loss_fn):
             return super().gradient(rows, batch, loss_fn, context)
         buffer = self._gradient[: len(rows)]
         if len(self._moving) < len(self._slices):
@@ -83,7 +83,7 @@ class StackedModule(FlatModule):
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        if self.heeds_share(loss_fn):
+        if self.uses_share(loss_fn):
             buffer = self._gradient[: len(rows)]
             return self._by_layers(rows, batch, buffer), self.pieces(buffer)
         trained = {

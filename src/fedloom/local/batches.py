@@ -1,9 +1,8 @@
-"""The batches of local training, with a leading client axis: of one client, or of several that
-advance in lock step.
+"""Batches of local training, with a leading client axis, for one client or several in lock step.
 
-Clients of unequal sizes have different numbers of batches, and short ones at different steps.
-Clients advance together while their batches have the same size, and one that has finished stands
-still. Padding never contributes to the loss.
+Clients of different sizes have different numbers of batches, and short batches at different steps.
+Clients train in lock step while their batches have the same size. A client that has finished waits
+for the others. Padding never contributes to the loss.
 """
 
 from collections import defaultdict
@@ -22,23 +21,21 @@ from fedloom.flat.device import moved
 from fedloom.flat.module import Batch, Rows
 
 AHEAD = 1 << 23
-"""Input values that are gathered ahead of the steps that use them (32 MiB as floats): one copy
-instead of one a step.
-"""
+"""Number of input values that are gathered at once for several steps (32 MiB as floats)."""
 
 Epochs = Iterable[tuple[Tensor, list[int]]]
-"""Order of a client's samples and sizes of its batches, for each epoch (`training.Passes`)."""
+"""For each epoch the order of a client's samples and the sizes of its batches (`training.Passes`)."""
 
 
 @dataclass(frozen=True)
 class LockStep:
-    """Batches that some clients of a cohort take together.
+    """Consecutive batches of a group of clients in lock step.
 
     Attributes:
-        clients: Their rows in the cohort; None for all.
-        members: The numbers of these rows.
-        batches: The batches.
-        orders: The samples of each of these clients in their order.
+        clients: Rows of the g clients in the cohort. None for all clients.
+        members: Numbers of these rows.
+        batches: The batches, `[g, b, ...]`.
+        orders: Order of the samples of each client.
     """
 
     clients: Rows | None
@@ -47,26 +44,31 @@ class LockStep:
     orders: Sequence[Tensor]
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return these clients' rows of tensors `[k, ...]`: views of consecutive rows, else copies
-        to be `put` back.
+        """Return the rows of these clients, `[g, ...]`, of tensors `[k, ...]`.
+
+        Consecutive rows are views, others are copies. `put` writes changed copies back.
         """
         if self.clients is None:
             return dict(tensors)
         return {name: tensor[self.clients] for name, tensor in tensors.items()}
 
     def put(self, tensors: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> None:
-        """Write back what `take` copied (a row that was expanded to all clients cannot have been
-        changed).
+        """Write the copies of `take` back.
+
+        Args:
+            tensors: Tensors of all clients, `[k, ...]`.
+            taken: Result of `take`, `[g, ...]`.
         """
         if isinstance(self.clients, Tensor):
             for name, rows in taken.items():
-                if tensors[name].stride(0):
+                if tensors[name].stride(0):  # rows that are expanded to all clients never change
                     tensors[name][self.clients] = rows
 
 
 class ClientLoader:
-    """The samples of one client, prepared for the model: all at once if they are few, else on
-    demand.
+    """The samples of one client, prepared for the model.
+
+    Small sets are prepared once, larger ones batch by batch.
     """
 
     def __init__(self, samples: Samples, dataset: Dataset) -> None:
@@ -75,8 +77,13 @@ class ClientLoader:
         self._prepared: Tensor | None = None
 
     def write(self, index: Tensor, drawn: Tensor | None, inputs: Tensor, labels: Tensor) -> None:
-        """Write n samples, augmented by the draws in `drawn` if any, into `inputs [n, ...]` and
-        `labels [n, ...]`.
+        """Write n prepared samples into existing tensors.
+
+        Args:
+            index: Numbers of the samples, `[n]`.
+            drawn: Random numbers of the augmentation, or None without augmentation.
+            inputs: Filled with inputs, `[n, ...]`.
+            labels: Filled with labels, `[n, ...]`.
         """
         torch.index_select(self.samples.labels, 0, index, out=labels)
         if drawn is None and self._prepared is None and len(self.samples) * self.values <= AHEAD:
@@ -89,13 +96,20 @@ class ClientLoader:
 
     @cached_property
     def like(self) -> Tensor:
-        """No inputs, `[0, ...]`, with the shape and type of prepared ones."""
+        """An empty tensor, `[0, ...]`, with shape and type of prepared inputs."""
         return self.dataset.prepare(self.samples.inputs[:0])
 
 
 class _ClientPlan:
-    """Order, augmentation and batches of a client: `starts` of batches, and `until` which they are
-    equally large.
+    """Order, augmentation and batches of one client.
+
+    Attributes:
+        sizes: Size of each batch.
+        starts: Offset of each batch in the order of the samples.
+        until: For each batch the number of the next batch with another size.
+        index: Order of the samples over all epochs.
+        drawn: Random numbers of the augmentation, or None.
+        share: Share of each sample in the mean of its batch, if batches are padded.
     """
 
     def __init__(self, loader: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> None:
@@ -111,17 +125,17 @@ class _ClientPlan:
         self.index = torch.cat(orders) if orders else torch.empty(0, dtype=torch.int64)
         self.drawn = torch.cat(drawn) if drawn else None
         self.share: Tensor | None = None
-        self._measure()
+        self._find_starts()
 
-    def _measure(self) -> None:
+    def _find_starts(self) -> None:
         self.starts = [0, *accumulate(self.sizes)]
         self.until = list(range(1, len(self.sizes) + 1))
         for batch in range(len(self.sizes) - 2, -1, -1):
             if self.sizes[batch] == self.sizes[batch + 1]:
                 self.until[batch] = self.until[batch + 1]
 
-    def padded(self, size: int) -> None:
-        """Fill every batch up to `size` with samples that do not count."""
+    def pad(self, size: int) -> None:
+        """Pad every batch to `size` with samples that have no weight."""
         sizes = torch.tensor(self.sizes)
         shift = torch.arange(len(sizes)) * size - (sizes.cumsum(0) - sizes)
         positions = torch.arange(len(self.index)) + shift.repeat_interleave(sizes)
@@ -131,9 +145,9 @@ class _ClientPlan:
         index[positions] = self.index
         self.index = index
         self.sizes = [size] * len(sizes)
-        self._measure()
+        self._find_starts()
 
-    def send(self) -> None:
+    def to_device(self) -> None:
         device = self.loader.samples.labels.device
         self.index = moved(self.index, device)
         self.drawn = None if self.drawn is None else moved(self.drawn, device)
@@ -148,31 +162,36 @@ def lock_steps(
     in_step: bool = True,
     pad: bool = False,
 ) -> Iterator[LockStep]:
-    """Yield the batches of one client or several in lock step. Use up those of one `LockStep`
-    before the next.
+    """Yield the batches of clients in lock step.
 
-    Each client's batches come in its order. With `in_step`, clients stay at the same step;
-    otherwise a client with a short batch takes it by itself, and then all continue together. With
-    `pad`, short batches are filled up with samples whose `share` of the mean is 0, unless that more
-    than doubles the work.
+    Use all batches of a `LockStep` before you request the next one.
+
+    Args:
+        loaders: Samples of each client.
+        epochs: Epochs of each client.
+        noises: Random stream of each client's augmentation, or None.
+        in_step: True to keep all clients at the same step. Otherwise clients with a short batch
+            train on it separately, and then all continue in lock step.
+        pad: True to pad short batches with samples that have a `share` of 0, unless padding more
+            than doubles the work.
     """
     plans = [_ClientPlan(*client) for client in zip(loaders, epochs, noises, strict=True)]
     if pad:
-        _pad(plans)
+        _pad_all(plans)
     for plan in plans:
-        plan.send()
+        plan.to_device()
     done = [0] * len(plans)
     while waiting := [k for k, plan in enumerate(plans) if done[k] < len(plan.sizes)]:
-        alike: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for k in waiting:
-            alike[plans[k].sizes[done[k]], done[k] > 0].append(k)
-        # batches as large as the next one
+            groups[plans[k].sizes[done[k]], done[k] > 0].append(k)
+        # Number of consecutive batches with the size of the next one.
         equal = {k: plans[k].until[done[k]] - done[k] for k in waiting}
-        largest = max(size for size, _ in alike)
+        largest = max(size for size, _ in groups)
         shorter = (
-            [] if in_step else [members for (size, _), members in alike.items() if size < largest]
+            [] if in_step else [members for (size, _), members in groups.items() if size < largest]
         )
-        for members in shorter or list(alike.values()):
+        for members in shorter or list(groups.values()):
             steps = min(equal[k] for k in (waiting if in_step else members))
             sources = [(plans[k], plans[k].starts[done[k]]) for k in members]
             clients, size = _rows(members, len(plans)), plans[members[0]].sizes[done[members[0]]]
@@ -183,15 +202,13 @@ def lock_steps(
                 done[k] += steps
 
 
-def _pad(plans: Sequence[_ClientPlan]) -> None:
-    """Make all batches as large as the largest, if some are shorter and the padding is no more than
-    the samples.
-    """
+def _pad_all(plans: Sequence[_ClientPlan]) -> None:
+    """Pad all batches to the size of the largest, unless this more than doubles the samples."""
     largest = max((size for plan in plans for size in plan.sizes), default=0)
     steps, real = sum(len(plan.sizes) for plan in plans), sum(len(plan.index) for plan in plans)
     if real < steps * largest <= 2 * real and all(plan.drawn is None for plan in plans):
         for plan in plans:
-            plan.padded(largest)
+            plan.pad(largest)
 
 
 def _rows(members: list[int], count: int) -> Rows | None:
@@ -205,13 +222,19 @@ def _rows(members: list[int], count: int) -> Rows | None:
 def _batches(
     sources: list[tuple[_ClientPlan, int]], clients: Rows | None, size: int, number: int, steps: int
 ) -> Iterator[Batch]:
-    """Yield `steps` batches `[g, size, ...]`, numbered from `number`, of g clients, each from an
-    offset in its order.
+    """Yield batches of g clients, `[g, size, ...]`.
+
+    Args:
+        sources: Plan of each client, and the offset of its first batch.
+        clients: Rows of the clients in the cohort.
+        size: Number of samples in each batch.
+        number: Number of the first step.
+        steps: Number of batches.
     """
     loader = sources[0][0].loader
     at_once = max(1, AHEAD // max(1, loader.values * size * len(sources)))
     for done in range(0, steps, at_once):
-        # A list of sizes, since `split(0)` gives one part, however many batches are empty.
+        # A list of sizes, because `split(0)` returns one part for any number of empty batches.
         sizes = [size] * min(at_once, steps - done)
         count = sum(sizes)
         like, targets = loader.like, loader.samples.labels

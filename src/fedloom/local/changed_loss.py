@@ -1,6 +1,4 @@
-"""Losses of local training that a wrapper changes: every gradient of a cohort goes through the
-change.
-"""
+"""Changes of the loss of local training by a wrapper, for all gradients of a cohort."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,9 +11,7 @@ from fedloom.training import Training
 
 
 class Observed(Net):
-    """`Net` that keeps the features and the prediction among the outputs of its first forward pass,
-    which is on the batch.
-    """
+    """`Net` that stores the features and the prediction of its first forward pass, on the batch."""
 
     def __init__(self, net: Net) -> None:
         vars(self).update(vars(net))
@@ -37,14 +33,16 @@ class Observed(Net):
 
 
 LossChange = Callable[[Tensor, Observed, Batch, Mapping[str, Tensor]], Tensor]
-"""(a client's loss on a batch, its model with `features` and `outputs`, the batch, the client's
-context) -> the loss to train.
-"""
+"""(loss on a batch, model with `features` and `outputs`, batch, context of the client) -> new loss."""
 
 
 class ChangedLoss:
-    """A `FlatModule` that trains on `change(loss, ...)`, with rows `[k, ...]` of `context`, instead
-    of each loss it is given.
+    """A `FlatModule` that replaces each loss by `change(loss, ...)`.
+
+    Args:
+        flat_module: The module.
+        change: Returns the new loss.
+        context: Tensors for `change`, `[k, ...]` by name.
     """
 
     def __init__(
@@ -59,28 +57,24 @@ class ChangedLoss:
         if not name.endswith(("gradient", "gradients")):
             return attribute
 
-        def of_changed(
+        def changed_gradient(
             rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
         ) -> Any:
-            own = (
-                self.context
-                if batch.clients is None
-                else {n: t[batch.clients] for n, t in self.context.items()}
-            )
-            return attribute(rows, batch, self._changed(loss_fn), {**context, **own})
+            change_context = self.context
+            if batch.clients is not None:
+                change_context = {name: t[batch.clients] for name, t in self.context.items()}
+            return attribute(rows, batch, self._changed(loss_fn), {**context, **change_context})
 
-        return of_changed
+        return changed_gradient
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
         return None
 
-    def heeds_share(self, loss_fn: LossFn) -> bool:
+    def uses_share(self, loss_fn: LossFn) -> bool:
         return False
 
     def features(self, rows: Tensor, inputs: Tensor) -> None:
-        """Return None: the change may need the inputs, so that a classifier alone cannot be trained
-        on features.
-        """
+        """Return None: the change may need the inputs, so features are not enough for training."""
 
     def _changed(self, loss_fn: LossFn) -> LossFn:
         def changed(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:

@@ -1,9 +1,7 @@
-"""A cohort: k clients, their data, their memory, and local training on the rows `[k, P]` of their
-models.
+"""A cohort: k clients with their data, memory and models, `[k, P]`, and their local training.
 
-Client code is written for a leading client axis. It runs with k = 1 where clients train one after
-another (this process, a worker, a real site), and with k > 1 where they advance together in a
-stack.
+The code of clients has a leading client axis. It runs with k = 1 if clients train one after another
+(in this process, a worker or a real site), and with k > 1 if they train in lock step in a stack.
 """
 
 import copy
@@ -31,18 +29,22 @@ from fedloom.state.store import Memory
 from fedloom.training import Passes, PassOptions, Training
 
 Step = Callable[[dict[str, Tensor], Batch], Tensor]
-"""(state, batch) -> loss `[k]`; it changes the tensors of the state, `[k, ...]`, in place."""
+"""(state, batch) -> loss `[k]`. It changes the tensors of the state, `[k, ...]`, in place."""
 
 GroupLosses = list[tuple[LockStep, list[Tensor]]]
-"""The losses `[g]` of the steps that some clients took together."""
+"""Groups of clients in lock step, with the losses `[g]` of their steps."""
 
 FEATURES_AT_ONCE, EVALUATED_AT_ONCE = 256, 500
-"""Samples per forward pass that computes features, or losses."""
+"""Number of samples in a forward pass for features, and in one for losses."""
 
 
 class Trained(NamedTuple):
-    """Result of local training: the models `[k, P]`, the number of steps `[k]` and the mean loss
-    over them `[k]`.
+    """Result of local training.
+
+    Attributes:
+        model: Trained models, `[k, P]`.
+        steps: Number of steps, `[k]`.
+        loss: Mean loss over the steps, `[k]`.
     """
 
     model: Tensor
@@ -51,18 +53,18 @@ class Trained(NamedTuple):
 
 
 class Cohort:
-    """The clients that train together, as the client half of a method sees them.
+    """Clients that train in lock step. The client side of a method receives them.
 
     Attributes:
-        clients: Their k numbers.
+        clients: Numbers of the k clients.
         round: The round, with its learning rate and seed.
-        layout: Which slices of a row are which tensors of the model.
-        training: Settings of local SGD.
-        memory: Named tensors that each client keeps from round to round.
+        layout: Positions of the model's tensors in a row.
+        training: Settings of local training.
+        memory: Tensors by name that each client stores from round to round.
         sizes: Numbers of training samples, `[k]`.
-        uploads: True for each client that was selected to upload, `[k]`.
-        metrics: Named figures `[k]` to be recorded; `fit` adds `training_loss`.
-        flat_module: The architecture over rows.
+        uploads: True for clients that upload, `[k]`.
+        metrics: Figures for the records by name, `[k]`. `fit` adds `training_loss`.
+        flat_module: The architecture with rows as weights.
     """
 
     def __init__(
@@ -93,9 +95,7 @@ class Cohort:
         self._loaders = [ClientLoader(client_samples, dataset) for client_samples in samples]
 
     def stream(self, purpose: str) -> list[torch.Generator]:
-        """Return a fresh random stream for each client, named by the purpose, the round and the
-        client.
-        """
+        """Return a new random stream for each client. It depends on purpose, round and client."""
         return [self.round.stream(purpose, client) for client in self.clients]
 
     def subset(
@@ -105,12 +105,12 @@ class Cohort:
         *,
         lasting: bool = False,
     ) -> "Cohort":
-        """Return the same clients with a part of their data.
+        """Return the same clients with a subset of their samples.
 
         Args:
-            choose: Takes a client's samples and its random stream to the chosen samples.
+            choose: (samples of a client, random stream) -> chosen samples.
             purpose: Name of the stream.
-            lasting: Choose the same samples in every round.
+            lasting: True to use the same streams in every round.
         """
         round = replace(self.round, number=0) if lasting else self.round
         streams = [round.stream(purpose, client) for client in self.clients]
@@ -128,14 +128,12 @@ class Cohort:
         return cohort
 
     def with_loss(self, change: LossChange, context: Mapping[str, Tensor]) -> "Cohort":
-        """Return the same clients, who train on `change(loss, net, batch, context)` instead of
-        every loss.
+        """Return the same clients with each loss replaced by `change(loss, net, batch, context)`.
 
         Args:
-            change: Takes a client's loss on a batch, its model with the batch's `features` and
-                `outputs`, the batch and the client's rows of `context` to the loss to train on, a
-                scalar.
-            context: Named tensors `[k, ...]`.
+            change: (loss of a client on a batch, its model with the batch's `features` and
+                `outputs`, the batch, the client's rows of `context`) -> new loss, a scalar.
+            context: Tensors for `change` by name, `[k, ...]`.
         """
         changed = copy.copy(self)
         changed.flat_module = cast(FlatModule, ChangedLoss(self.flat_module, change, context))
@@ -147,11 +145,10 @@ class Cohort:
         return list(self._samples)
 
     def in_order(self, size: int = FEATURES_AT_ONCE) -> list[Iterator[Batch]]:
-        """Return for each client its training samples as they lie and as the model takes them, in
-        batches `[b, ...]`.
+        """Return each client's training samples, prepared and in stored order, in batches `[b, ...]`.
 
         Args:
-            size: Samples of a batch; the last one may be shorter.
+            size: Number of samples in a batch. The last batch may be shorter.
         """
 
         def batches(samples: Samples) -> Iterator[Batch]:
@@ -163,13 +160,12 @@ class Cohort:
 
     @torch.no_grad()
     def features(self, rows: Tensor) -> list[Tensor]:
-        """Return what enters the classifier of each client's model, `[n, d]` for its n training
-        samples in their order.
+        """Return the inputs of the classifier for each client's n training samples, `[n, d]`.
 
-        The models are in evaluation mode; `labels` are the targets of the same samples.
+        They are computed in evaluation mode, in the order of `labels`.
 
         Args:
-            rows: One model a client, `[k, P]`.
+            rows: One model per client, `[k, P]`.
         """
         nets = [self.flat_module.net.at(row) for row in rows]
         pairs = zip(nets, self.in_order(), strict=True)
@@ -179,11 +175,12 @@ class Cohort:
         ]
 
     def class_means(self, features: Sequence[Tensor]) -> Tensor:
-        """Return the mean of each client's features by class, `[k, Y, d]`; 0 for a class that a
-        client lacks.
+        """Return the mean of each client's features by class, `[k, Y, d]`.
+
+        It is 0 for classes without samples.
 
         Args:
-            features: Those of each client's training samples, `[n, d]`, as `features` returns them.
+            features: Features of each client's training samples, `[n, d]` (see `features`).
         """
         means = []
         for client_features, labels in zip(features, self.labels, strict=True):
@@ -194,8 +191,9 @@ class Cohort:
         return torch.stack(means)
 
     def require_outputs_of_head(self, method: str) -> None:
-        """Raise `InvalidValue` unless the model's outputs are those of its classifier, which
-        `method` changes or deploys. No sample is read.
+        """Raise `InvalidValue` unless the outputs of the model equal the outputs of its classifier.
+
+        The check reads no samples. `method` is the method that changes or deploys the classifier.
         """
         like = self._loaders[0].like
         inputs = like.new_empty(2, *like.shape[1:])
@@ -205,20 +203,24 @@ class Cohort:
         if not self.flat_module.head_gives_outputs(numbers):
             remedy = "end its forward method with the classifier, and return a tensor"
             raise InvalidValue(
-                f"{method} needs a model whose outputs are those of its classifier "
-                f"{head_name(self.module)!r}, and {type(self.module).__name__} returns others: {remedy}"
+                f"{method} needs a model that returns the outputs of its classifier "
+                f"{head_name(self.module)!r}, but {type(self.module).__name__} returns other "
+                f"values: {remedy}"
             )
 
     def for_classifier(self, rows: Tensor) -> "tuple[Cohort, LossFn]":
-        """Return clients and a loss with which to train only the classifiers of models `[k, P]`.
+        """Return clients and a loss for training only the classifiers of models.
 
-        The clients' inputs are replaced by the features that enter the classifier, so that one
-        forward pass serves every epoch. Where features are not a function of each sample alone, or
-        this saves no time, they are these clients and the data loss.
+        The inputs of the clients are replaced by features (the inputs of the classifier), so that
+        one forward pass is enough for all epochs. If features depend on more than one sample, or if
+        this saves no time, the clients and the loss are unchanged.
+
+        Args:
+            rows: One model per client, `[k, P]`.
         """
-        # Batched products through all linear layers take less time (0.85) than the classifier alone
-        # under vmap.
-        products = self.flat_module.heeds_share(data_loss)
+        # Batched products through all linear layers take 0.85 of the time of the classifier under
+        # vmap.
+        products = self.flat_module.uses_share(data_loss)
         if products or self.training.augmentation != "none":
             return self, data_loss
         featured = []
@@ -242,7 +244,7 @@ class Cohort:
     @property
     def label_counts(self) -> Tensor:
         """Numbers of training samples of each class at each client, `[k, Y]`."""
-        # bincount would wait for the device to know how many there are.
+        # bincount would wait for the device, because it needs the largest label.
         classes = [torch.arange(self.classes, device=labels.device) for labels in self.labels]
         pairs = zip(classes, self.labels, strict=True)
         return torch.stack(
@@ -255,22 +257,24 @@ class Cohort:
 
     @property
     def module(self) -> nn.Module:
-        """The architecture, with the weights that the task starts from."""
+        """The architecture, with the initial weights of the task."""
         return self.flat_module.original
 
     @property
     def initial(self) -> Tensor:
-        """The model that the method starts from, `[1, P]`: a client's values of slices that it was
-        never sent. Within `stages` it is the model that the stage before left.
+        """The model from which the method starts, `[1, P]`.
+
+        It provides a client's values of slices that the server has never sent. Within `stages` it
+        is the result of the previous stage.
         """
         return self.flat_module.initial.unsqueeze(0) if self._initial is None else self._initial
 
     def start_from(self, initial: Tensor) -> None:
-        """Set the model that the method starts from, `[1, P]`."""
+        """Set the model from which the method starts, `[1, P]`."""
         self._initial = initial
 
     def _passes(self, **options: Unpack[PassOptions]) -> Passes:
-        """Return the length of a local training, with a method's values in place of the settings."""
+        """Return the number of epochs or steps. Options of the method override the settings."""
         smallest = self.flat_module.smallest_batch(self._loaders[0].like)
         return self.training.passes(**options, smallest=smallest)
 
@@ -284,19 +288,20 @@ class Cohort:
         in_step: bool = True,
         pad: bool = False,
     ) -> Iterator[LockStep]:
-        """Yield the batches of local training, of all clients together or, where sizes differ, of
-        some and then of others.
+        """Yield the batches of local training for groups of clients with equal batch sizes.
 
-        `in_step` keeps clients at the same step, so that `Batch.step` counts their steps; otherwise
-        it only marks the first. `pad` allows padding, for steps that use `Batch.share`. Without
-        `shuffle`, samples come as they lie.
+        With `in_step`, clients stay at the same step, so that `Batch.step` counts their steps.
+        Without it, `Batch.step` is only 0 at the first step. `pad` allows padding, for steps that
+        use `Batch.share`. Without `shuffle`, samples stay in stored order.
         """
-        takes_part = [True] * len(self.clients) if active is None else active.tolist()
+        trains = [True] * len(self.clients) if active is None else active.tolist()
         orders = [
             passes.orders(len(samples), self.round.stream(purpose, client) if shuffle else None)
-            if taking
+            if client_trains
             else iter(())
-            for taking, client, samples in zip(takes_part, self.clients, self._samples, strict=True)
+            for client_trains, client, samples in zip(
+                trains, self.clients, self._samples, strict=True
+            )
         ]
         augmented = self.training.augmentation == "flip_crop"
         noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)
@@ -309,11 +314,19 @@ class Cohort:
         loss_fn: LossFn = data_loss,
         context: Context | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return loss `[k]` and gradient `[k, T]` of each client's objective at its row of `rows
-        [k, P]`.
+        """Return the loss and the gradient of each client.
 
         The model is in training mode: its statistics in `rows[:, T:]` are updated. The next call
         overwrites the gradient.
+
+        Args:
+            rows: Weights of the clients, `[k, P]`.
+            batch: Samples of the clients, `[k, b, ...]`.
+            loss_fn: Loss of one client. By default the loss of the objective.
+            context: Tensors for the loss by name, `[k, ...]`.
+
+        Returns:
+            Losses `[k]` and gradients `[k, T]`.
         """
         return self.flat_module.gradient(rows, batch, loss_fn, context or {})
 
@@ -324,8 +337,16 @@ class Cohort:
         loss_fn: LossFn = data_loss,
         context: Context | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the same inside `each_batch(..., only=unit)`, with the gradient of that unit's
-        slices alone, side by side.
+        """Return the loss and the gradient of the trained slices in `each_batch(..., only=unit)`.
+
+        Args:
+            rows: Weights of the clients, `[k, P]`.
+            batch: Samples of the clients, `[k, b, ...]`.
+            loss_fn: Loss of one client. By default the loss of the objective.
+            context: Tensors for the loss by name, `[k, ...]`.
+
+        Returns:
+            Losses `[k]`, and gradients of the n numbers in the slices, `[k, n]`.
         """
         return self.flat_module.partial_gradient(rows, batch, loss_fn, context or {})
 
@@ -347,30 +368,30 @@ class Cohort:
     ) -> Trained:
         """Train by local SGD (FedAvg, algorithm 1).
 
-        Each step takes a batch and its gradient, then applies `correction`, clipping, weight decay
-        and momentum.
+        Each step computes the gradient of a batch, then applies `correction`, clipping, weight
+        decay and momentum.
 
         Args:
-            start: Models to start from, `[k, P]`; they stay as they are.
-            loss_fn: Loss of one client on a batch; by default that of the task's objective.
-            gradient_fn: Gives loss and gradient in place of `loss_fn`'s, with `Cohort.gradient` at
-                any weights.
-            correction: Takes weights, gradient and context to the gradient to use.
-            context: Named tensors `[k, ...]` that these three functions are given.
-            state: More of them, which they change in place from step to step, such as
+            start: Initial models, `[k, P]`. They are not changed.
+            loss_fn: Loss of one client on a batch. By default the loss of the objective.
+            gradient_fn: Computes loss and gradient in place of `loss_fn`. It may call
+                `Cohort.gradient` at any weights.
+            correction: (weights, gradient, context) -> corrected gradient.
+            context: Tensors for these three functions by name, `[k, ...]`.
+            state: Further tensors of the context, which the functions change in place, such as
                 `context["shift"].sub_(...)`.
-            only: Slices of the parameters that move; by default all.
-            purpose: Name of the streams that shuffle the samples. A second training in a round
-                takes another.
-            learning_rate: Instead of the round's; one for all clients or one each, `[k]`.
-            active: Clients that train, bool `[k]`; by default all.
-            pad: Promise that `gradient_fn` reads its batch through `gradient` alone, so that short
-                batches may be padded.
+            only: Slices of the parameters to train. By default all.
+            purpose: Name of the streams that shuffle the samples. A second training in the same
+                round needs another name.
+            learning_rate: Replaces the rate of the round: one for all clients or one each, `[k]`.
+            active: Clients that train, bool `[k]`. By default all.
+            pad: True if `gradient_fn` uses its batch only through `gradient`. Short batches may
+                then be padded.
             **options: `epochs`, `steps`, `batch_size` or `drop_last` in place of the settings of
                 `training`.
 
         Returns:
-            The trained models, the number of steps and the mean loss of each client, NaN without a
+            Trained models, number of steps and mean loss of each client. The loss is NaN without a
             step.
         """
         settings = self.training
@@ -384,9 +405,9 @@ class Cohort:
         rates = StepRates(rate, settings.local_schedule, totals)
         weights = start.clone()
         state = dict(state or {})
-        moving = {"weights": weights, **state}
+        tensors = {"weights": weights, **state}
         if settings.optimizer == "sgd" and settings.momentum:
-            moving["velocity"] = torch.empty_like(weights[:, : self.layout.trainable])
+            tensors["velocity"] = torch.empty_like(weights[:, : self.layout.trainable])
         steps: GroupLosses = []
         self.flat_module.train_only(only)
         try:
@@ -398,15 +419,15 @@ class Cohort:
                 purpose=purpose,
                 active=active,
                 in_step=gradient_fn is not None or loss_fn is not data_loss,
-                pad=(pad or gradient_fn is None) and self.flat_module.heeds_share(loss_fn),
+                pad=(pad or gradient_fn is None) and self.flat_module.uses_share(loss_fn),
             ):
-                taken = group.take(moving)
+                taken = group.take(tensors)
                 client_context = {
                     **group.take(context or {}),
                     **{name: taken[name] for name in state},
                 }
                 steps.append((group, optimizer.take(group, taken, client_context)))
-                group.put(moving, taken)
+                group.put(tensors, taken)
         finally:
             self.flat_module.train_only(None)
         counts, loss = _counts_and_loss(steps, weights)
@@ -424,22 +445,21 @@ class Cohort:
         active: Tensor | None = None,
         pad: bool = False,
     ) -> Tensor:
-        """Run `step` on every batch, for methods whose inner loop is not that of `fit`.
+        """Run `step` on every batch, for methods with another inner loop than `fit`.
 
         Args:
-            step: Takes the state and a batch to the loss, `[k]`; it changes the state in place. It
-                is given only the clients that have the batch, so all that belongs to a client goes
-                into the state.
-            state: Named tensors `[k, ...]`.
-            only: Slices whose gradient is taken; it is zero elsewhere.
+            step: (state, batch) -> loss `[k]`. It changes the state in place. It receives only the
+                clients of the batch, so all tensors of clients must be in the state.
+            state: Tensors by name, `[k, ...]`.
+            only: Slices with a gradient. It is zero in other slices.
             purpose: Name of the streams that shuffle the samples.
-            in_order: Pass once over all samples, as they lie.
-            active: Clients that take steps, bool `[k]`; by default all.
-            pad: Promise that `step` reads its batch through `gradient` alone, so that short batches
-                may be padded.
+            in_order: True to pass once over all samples in stored order.
+            active: Clients that train, bool `[k]`. By default all.
+            pad: True if `step` uses its batch only through `gradient`. Short batches may then be
+                padded.
 
         Returns:
-            The mean loss of each client's steps, `[k]`; NaN without a step.
+            Mean loss of each client's steps, `[k]`. It is NaN without a step.
         """
         steps: GroupLosses = []
         self.flat_module.train_only(only)
@@ -449,7 +469,7 @@ class Cohort:
                 purpose=purpose,
                 shuffle=not in_order,
                 active=active,
-                pad=pad and self.flat_module.heeds_share(data_loss),
+                pad=pad and self.flat_module.uses_share(data_loss),
             ):
                 taken = group.take(state)
                 steps.append((group, [step(taken, batch) for batch in group.batches]))
@@ -466,8 +486,10 @@ class Cohort:
 
     @torch.no_grad()
     def loss(self, rows: Tensor) -> Tensor:
-        """Return the mean loss `[k]` of each row of `rows [k, P]` on its client's samples, in
-        evaluation mode.
+        """Return the mean loss of each model on its client's samples, `[k]`, in evaluation mode.
+
+        Args:
+            rows: One model per client, `[k, P]`.
         """
         objective, losses = self._dataset.objective, []
         for row, samples, batches in zip(
@@ -491,11 +513,11 @@ def _counts_and_loss(steps: GroupLosses, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of steps and the mean loss of each client.
 
     Args:
-        steps: The losses of the steps.
-        rows: A row for each client, `[k, P]`, for the type and the device of the losses.
+        steps: Losses of the steps.
+        rows: Tensor `[k, ...]` with the type and the device of the losses.
 
     Returns:
-        Numbers `[k]` and losses `[k]`, which are NaN for a client without a step.
+        Numbers `[k]` and losses `[k]`. A loss is NaN without a step.
     """
     counts = torch.zeros(len(rows), dtype=torch.int64)
     for group, losses in steps:

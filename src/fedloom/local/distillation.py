@@ -1,4 +1,4 @@
-"""Distillation: the outputs of a teacher and their divergence from those of the trained model."""
+"""Distillation: outputs of a teacher, and their divergence from the outputs of the student."""
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ def divergence(
     temperature)).
 
     Args:
-        teacher: Outputs `[..., Y]`.
-        student: Outputs of the same shape.
-        temperature: Divisor of both.
-        excluded: Classes that both leave out, bool `[..., Y]`.
+        teacher: Outputs of the teacher, `[..., Y]`.
+        student: Outputs of the student, `[..., Y]`.
+        temperature: Divisor of all outputs.
+        excluded: True for classes that are excluded from both distributions, bool `[..., Y]`.
     """
     if excluded is not None:
         teacher, student = (

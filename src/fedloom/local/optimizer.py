@@ -1,6 +1,4 @@
-"""Updates of the weights by SGD and the other optimizers of torch, for one client or for several
-side by side.
-"""
+"""Updates of weights by SGD and other optimizers of torch, for one client or several."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,19 +15,25 @@ from fedloom.local.batches import LockStep
 from fedloom.training import Training
 
 Correction = Callable[[Tensor, Tensor, Context], Tensor]
-"""(weights `[k, T]`, gradient `[k, T]`, context) -> the gradient to use; it may change the gradient
-in place.
+"""(weights `[k, T]`, gradient `[k, T]`, context) -> corrected gradient.
+
+It may change the gradient in place.
 """
 
 GradientFn = Callable[[Tensor, Batch, Context], tuple[Tensor, Tensor]]
-"""(weights `[k, P]`, batch, context) -> loss `[k]` and the gradient `[k, T]` to use, from
-`Cohort.gradient` at any weights.
+"""(weights `[k, P]`, batch, context) -> loss `[k]` and gradient `[k, T]`.
+
+It may call `Cohort.gradient` at any weights.
 """
 
 
 class StepRates:
-    """Learning rates of k clients' next steps: `base` times the factor of the local schedule for
-    `totals [k]` steps.
+    """Learning rates of the next steps of k clients.
+
+    Args:
+        base: Learning rate of the round, or one rate per client, `[k]`.
+        schedule: Local schedule. Its factor is multiplied with the rate.
+        totals: Number of steps of each client, `[k]`.
     """
 
     def __init__(self, base: float | Tensor, schedule: str, totals: Tensor) -> None:
@@ -38,15 +42,15 @@ class StepRates:
         self.schedule, self.totals, self.steps = schedule, totals.tolist(), [0] * count
         self.constant = schedule == CONSTANT and len(set(self.base)) == 1
 
-    def alike(self, members: Sequence[int]) -> bool:
-        """Return True if these clients' steps have the same rates from now on."""
+    def equal(self, members: Sequence[int]) -> bool:
+        """Return True if all remaining steps of these clients have the same rates."""
         return (
             self.constant
             or len({(self.base[k], self.steps[k], self.totals[k]) for k in members}) == 1
         )
 
     def step(self, members: Sequence[int]) -> float | list[float]:
-        """Return the rate of these clients' next step, or the rate of each, and count the step."""
+        """Count a step of these clients. Return its rate, or one rate per client if they differ."""
         if self.constant:
             return self.base[0]
         rates = [
@@ -59,11 +63,21 @@ class StepRates:
 
 
 class LocalOptimizer:
-    """One local training: each batch moves the rows of its clients.
+    """Updates the weights of clients during one local training.
 
-    A step takes the gradient of `loss_fn` or `gradient_fn`, then applies `correction`, clipping,
-    weight decay and momentum. `weights [k, P]` are the whole cohort's; `only` names what moves.
-    Users' optimizers, one a client, move the model's shapes.
+    A step computes the gradient of `loss_fn` or `gradient_fn`. Then it applies `correction`,
+    clipping, weight decay and momentum. Optimizers of the user update tensors in the shapes of the
+    model, with one optimizer per client.
+
+    Args:
+        flat_module: Computes gradients.
+        settings: Settings of local training.
+        rates: Learning rates of the clients.
+        weights: Weights of all clients, `[k, P]`.
+        only: Slices that are trained. None for all.
+        loss_fn: Loss of one client.
+        gradient_fn: Computes loss and gradient in place of `loss_fn`, or None.
+        correction: Changes gradients, or None.
     """
 
     def __init__(
@@ -84,8 +98,8 @@ class LocalOptimizer:
         self.columns = tuple(
             slice(s.start, min(s.stop, trainable)) for s in slices if s.start < trainable
         )
-        # If nothing needs the gradient as one vector, each tensor is updated from autograd's own
-        # gradient.
+        # Unless an option needs the gradient as one vector, each tensor is updated separately. This
+        # saves the copies of autograd's gradients.
         sgd = settings.optimizer == "sgd"
         self.by_tensor = (
             sgd and settings.clip is None and gradient_fn is None and correction is None
@@ -99,8 +113,15 @@ class LocalOptimizer:
         )
 
     def take(self, group: LockStep, state: Mapping[str, Tensor], context: Context) -> list[Tensor]:
-        """Take the steps of a group, whose rows of the state move, and return the loss of each
-        step, `[g]`.
+        """Train a group of clients on its batches.
+
+        Args:
+            group: The g clients and their batches.
+            state: Weights `[g, P]` and, with momentum, velocity `[g, T]`. Changed in place.
+            context: Tensors for the loss, `[g, ...]` by name.
+
+        Returns:
+            The losses of each step, `[g]`.
         """
         rows, velocity = state["weights"], state.get("velocity")
         step: Callable[[Batch], Tensor]
@@ -109,7 +130,7 @@ class LocalOptimizer:
         else:
             moved, members = self._moved(rows), group.members
             if self.optimizers is not None:
-                update: Update = self.optimizers.of(members, moved, self.rates.alike(members))
+                update: Update = self.optimizers.of(members, moved, self.rates.equal(members))
             else:
                 update = SGD(
                     self.settings, moved, [] if velocity is None else self._moved(velocity)
@@ -125,17 +146,15 @@ class LocalOptimizer:
         return [step(batch) for batch in group.batches]
 
     def _moved(self, rows: Tensor) -> list[Tensor]:
-        """Return views of what moves of `rows [g, T or more]`."""
-        return (
-            self.flat_module.pieces(rows)
-            if self.shaped
-            else [rows[:, columns] for columns in self.columns]
-        )
+        """Return views of the trained slices of `rows [g, T or more]`."""
+        if self.shaped:
+            return self.flat_module.pieces(rows)
+        return [rows[:, columns] for columns in self.columns]
 
     def _gradients(
         self, rows: Tensor, batch: Batch, context: Context
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the loss `[g]`, and a gradient for each of `_moved(rows)`."""
+        """Return the loss `[g]`, and the gradient of each tensor of `_moved(rows)`."""
         if self.by_tensor:
             return self.flat_module.tensor_gradients(rows, batch, self.loss_fn, context)
         if self.gradient_fn is None:
@@ -153,21 +172,26 @@ class LocalOptimizer:
 
 
 def clipped(gradient: Tensor, limit: float) -> Tensor:
-    """Scale each row of `[k, T]` down to a norm of at most `limit`."""
+    """Scale rows of a gradient, `[k, T]`, with a norm above `limit` to this norm."""
     norm = gradient.norm(dim=1, keepdim=True)
     scaled: Tensor = gradient * (limit / (norm + 1e-6)).clamp(max=1.0)
     return scaled
 
 
 Update = Callable[[Sequence[Tensor], float | list[float], bool], None]
-"""Moves weights of some clients: (a gradient for each tensor, a learning rate for all or each, True
-for the first step).
+"""(gradient of each tensor, one learning rate or one per client, True for the first step) -> None.
+
+It updates the weights of some clients.
 """
 
 
 class SGD:
-    """SGD over `weights`, with a `velocity` for each if there is momentum. Gradients may share
-    memory and stay.
+    """SGD with momentum, without changes of the gradients.
+
+    Args:
+        settings: Settings of local training.
+        weights: Tensors that are updated, `[g, ...]`.
+        velocity: Velocity of each tensor, or an empty list without momentum.
     """
 
     def __init__(self, settings: Training, weights: list[Tensor], velocity: list[Tensor]) -> None:
@@ -202,21 +226,28 @@ class SGD:
             weights.sub_(direction * column.view(-1, *[1] * (direction.dim() - 1)))
 
 
-TOGETHER = 1 << 20
-"""Most weights of several clients that one optimizer of torch moves on a CPU. It passes over them
-several times in a step, which is slower than client by client if they do not fit the caches:
-relative to clients one after another, ten models of 200,000 weights took 1.5 of the time with one
-optimizer and 1.3 with one each, twenty models of 5,000 took 0.2 and 0.4.
+JOINT_WEIGHTS = 1 << 20
+"""Largest number of weights of several clients that share one optimizer of torch on a CPU.
+
+An optimizer reads the weights several times per step. If they do not fit into the caches, this is
+slower than one optimizer per client. Relative to clients that train one after another, ten models
+of 200,000 weights took 1.5 of the time with a joint optimizer and 1.3 with one optimizer per
+client. Twenty models of 5,000 weights took 0.2 and 0.4.
 """
 
 
 class TorchOptimizers:
-    """Fresh optimizers of torch, one for each client, over what moves of all clients' rows,
-    `tensors [k, ...]`.
+    """New optimizers of torch for k clients.
 
-    One optimizer serves all clients if that is allowed (`joint`) and faster, since these optimizers
-    treat every number alike, until a batch is not everybody's or learning rates differ: from then
-    on the clients' optimizer states differ.
+    One joint optimizer serves all clients if this is allowed and faster: these optimizers treat
+    every number in the same way. When clients train on different batches or with different rates,
+    their optimizer states differ, so each client gets its own optimizer.
+
+    Args:
+        settings: Settings of local training.
+        rate: Learning rate of the first step.
+        tensors: Trained tensors of all clients, `[k, ...]`.
+        joint: True if a joint optimizer is allowed.
     """
 
     def __init__(
@@ -225,7 +256,7 @@ class TorchOptimizers:
         self.clients = len(tensors[0])
         joint = joint and self.clients > 1
         joint = joint and (
-            tensors[0].is_cuda or sum(tensor.numel() for tensor in tensors) <= TOGETHER
+            tensors[0].is_cuda or sum(tensor.numel() for tensor in tensors) <= JOINT_WEIGHTS
         )
         self._joint = _Optimizer(settings, rate, tensors) if joint else None
         separate = range(0 if joint else self.clients)
@@ -233,12 +264,16 @@ class TorchOptimizers:
             _Optimizer(settings, rate, [tensor[k] for tensor in tensors]) for k in separate
         ]
 
-    def of(self, members: Sequence[int], tensors: Sequence[Tensor], alike: bool) -> Update:
-        """Return the update of `tensors [g, ...]` of the clients `members`; `alike` if their rates
-        are equal.
+    def of(self, members: Sequence[int], tensors: Sequence[Tensor], equal_rates: bool) -> Update:
+        """Return the update function of some clients.
+
+        Args:
+            members: Numbers of the g clients.
+            tensors: Their tensors, `[g, ...]`.
+            equal_rates: True if all their remaining steps have the same rates.
         """
         if self._joint is not None:
-            if alike and list(members) == list(range(self.clients)):
+            if equal_rates and list(members) == list(range(self.clients)):
                 self._joint.attach(tensors)
                 return self._joint.step
             self._separate = [self._joint.of_row(k) for k in range(self.clients)]
@@ -256,18 +291,18 @@ class TorchOptimizers:
 
 
 class _Optimizer:
-    """An optimizer of torch and the tensors that it moves: `[k, ...]` of k clients, `[...]` of one."""
+    """An optimizer of torch for the tensors of k clients, `[k, ...]`, or of one client, `[...]`."""
 
     def __init__(self, settings: Training, rate: float, tensors: Sequence[Tensor]) -> None:
         self.settings, self.rate = settings, rate
         self.tensors = [torch.nn.Parameter(tensor) for tensor in tensors]
-        # above 0, since the rates of groups are in proportion to it
+        # Above 0: the rates of parameter groups are scaled relative to it.
         self.current = self.first = rate or settings.learning_rate
         self.optimizer = settings.torch_optimizer(self.tensors, self.first)
         self.group_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def attach(self, tensors: Sequence[Tensor]) -> None:
-        """Move these tensors from now on."""
+        """Update these tensors from now on, with the present state."""
         for parameter, tensor in zip(self.tensors, tensors, strict=True):
             parameter.data = tensor
 
@@ -280,15 +315,13 @@ class _Optimizer:
         self.optimizer.step()
 
     def _scale(self, rate: float) -> None:
-        """Set the learning rate of each group of parameters in proportion to that of the step, like
-        the schedulers of torch.
-        """
+        """Scale the learning rate of each parameter group, like the schedulers of torch."""
         for group, first in zip(self.optimizer.param_groups, self.group_rates, strict=True):
             group["lr"] = first / self.first * rate
         self.current = rate
 
     def of_row(self, k: int) -> "_Optimizer":
-        """Return an optimizer of row k alone, with its share of this one's state."""
+        """Return an optimizer for row k, with the state of this row."""
         optimizer = _Optimizer(
             self.settings, self.rate, [tensor.detach()[k] for tensor in self.tensors]
         )
@@ -301,7 +334,7 @@ class _Optimizer:
 
 
 def _of_row(value: Any, k: int, shape: torch.Size) -> Any:
-    """Slice per-parameter optimizer state for row k; copy shared state."""
+    """Return row k of a state with the parameter's shape, or a copy of a state of another shape."""
     if not isinstance(value, Tensor):
         return value
     return (value[k] if value.shape == shape else value).clone()
