@@ -224,6 +224,17 @@ def test_every_method_says_when_to_use_it_and_where_it_comes_from() -> None:
             assert doc.source, entry.name
 
 
+def test_every_method_is_found_by_the_title_of_its_paper() -> None:
+    assert {*pages.PAPERS} == {entry.name for entry in shipped()}
+    described = pages.described(algorithms["fedprox"])
+    assert "“Federated Optimization in Heterogeneous Networks”" in described
+
+
+def test_long_signatures_have_a_parameter_per_line() -> None:
+    assert "\nfedprox(mu=0.01" in pages.described(algorithms["fedprox"])
+    assert "```text\nfedmr(\n    " in pages.described(algorithms["fedmr"])
+
+
 def test_every_parameter_is_described() -> None:
     entries = [*shipped(), *(entry for registry in pages.REGISTRIES.values() for entry in registry)]
     for entry in (entry for entry in entries if entry.make.__module__.startswith("fedloom.")):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -44,6 +45,11 @@ from lengths import lengths, median
 from ledger import ledger, to_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
+
+PAPERS: dict[str, list[str]] = tomllib.loads(
+    Path(__file__).with_name("papers.toml").read_text("utf-8")
+)
+"""Titles of papers by method, so that the search of the site finds a method by its paper."""
 
 REGISTRIES: dict[str, Registry[Any]] = {
     "datasets": datasets, "partitions": partitions, "label_noises": label_noises, "shifts": shifts,
@@ -199,15 +205,25 @@ def described(entry: Entry[Any]) -> str:
     """Everything about one entry."""
     doc = Doc(entry)
     lines = [f"## {entry.name} {{#{entry.name}}}", f"**{typeset(doc.summary, entry.parameters)}**"]
-    lines.append(f"```text\n{entry.name}({', '.join(signature(entry))})\n```")
+    lines.append(f"```text\n{_wrapped(entry.name, signature(entry))}\n```")
     lines += [typeset(paragraph, entry.parameters) for paragraph in doc.paragraphs]
     if doc.when:
         lines.append(f'!!! tip "When to use it"\n    {typeset(doc.when)}')
     if entry.parameters and not getattr(entry.make, "variadic", False):
         lines.append(_parameters(entry))
     if doc.source:
-        lines.append(f"*Source: {typeset(doc.source)}*")
+        titles = " ".join(f"“{escape(title, quote=False)}”" for title in PAPERS.get(entry.name, ()))
+        lines.append(f"*Source: {typeset(doc.source)}* {titles}".rstrip())
     return "\n\n".join(lines)
+
+
+def _wrapped(name: str, parameters: Iterable[str]) -> str:
+    """Return a signature, with one parameter per line if it is longer than 80 characters."""
+    parameters = list(parameters)
+    line = f"{name}({', '.join(parameters)})"
+    if len(line) <= 80:
+        return line
+    return f"{name}(\n" + "".join(f"    {parameter},\n" for parameter in parameters) + ")"
 
 
 def _parameters(entry: Entry[Any]) -> str:
