@@ -18,7 +18,7 @@ import wrong_methods
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.cli import main
-from fedloom.engines.client_work import _portable
+from fedloom.engines.client_work import _picklable
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue, RefusedReply, error_location
@@ -153,7 +153,7 @@ def test_the_place_of_an_error_outlives_its_traceback() -> None:
     try:
         wrong("DividesByZero").train(None, {})  # type: ignore[arg-type]
     except AttributeError as error:
-        sent = pickle.loads(pickle.dumps(_portable(error)))
+        sent = pickle.loads(pickle.dumps(_picklable(error)))
     assert sent.__traceback__ is None
     assert re.fullmatch(r".*wrong_methods\.py:\d+ in train", error_location(sent))
 

@@ -212,7 +212,9 @@ def described(entry: Entry[Any]) -> str:
     if entry.parameters and not getattr(entry.make, "variadic", False):
         lines.append(_parameters(entry))
     if doc.source:
-        titles = " ".join(f"“{escape(title, quote=False)}”" for title in PAPERS.get(entry.name, ()))
+        is_method = inspect.isclass(entry.make) and issubclass(entry.make, Method)
+        papers = PAPERS.get(entry.name, ()) if is_method else ()
+        titles = " ".join(f"“{escape(title, quote=False)}”" for title in papers)
         lines.append(f"*Source: {typeset(doc.source)}* {titles}".rstrip())
     return "\n\n".join(lines)
 
