@@ -43,8 +43,8 @@ def pruned() -> nn.Module:
         (lambda: flat(nn.LazyLinear(10)), "has no shape yet: pass a batch through it first"),
         (lambda: torch.jit.script(flat(nn.Linear(64, 10))), "compiled by TorchScript"),
         (lambda: flat(nn.Linear(64, 10, device="meta")), "device meta: load its weights first"),
-        (weight_normed, "computed from its parameters, as by torch.nn.utils.weight_norm"),
-        (pruned, "computed from its parameters, as by torch.nn.utils.weight_norm or prune"),
+        (weight_normed, "computed from its parameters, such as by torch.nn.utils.weight_norm"),
+        (pruned, "computed from its parameters, such as by torch.nn.utils.weight_norm or prune"),
         (lambda: flat(nn.Linear(64, 10)).double(), r"does not accept the data, samples .*float32"),
         (
             lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 10)),

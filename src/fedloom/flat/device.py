@@ -1,4 +1,4 @@
-"""Devices that hold a task's data and models: the processor's memory, or that of an accelerator."""
+"""Devices with a task's data and models: the CPU or an accelerator."""
 
 import ctypes
 import platform
@@ -20,8 +20,9 @@ _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64 bits
 
 
 def require_device(name: str) -> None:
-    """Raise `InvalidValue` unless `name` is cpu, cuda, cuda:1 or auto. The device need not be
-    present.
+    """Raise `InvalidValue` unless `name` is cpu, cuda, cuda:1 or auto.
+
+    The device need not exist on this machine.
     """
     if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", name):
         nearest = suggestion(name, ("cpu", "cuda", "auto"))
@@ -38,7 +39,7 @@ def present() -> list[str]:
 
 @cache
 def processor() -> str:
-    """Return the model of the processor, from Linux or else from Python."""
+    """Return the name of the processor model."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line for line in lines if line.startswith("model name")).partition(": ")[2]
@@ -46,8 +47,10 @@ def processor() -> str:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device called cpu, cuda (the first), cuda:1 or auto; `InvalidValue` if this
-    machine lacks it.
+    """Return the device named cpu, cuda (the first one), cuda:1 or auto.
+
+    Raises:
+        InvalidValue: If the name is not allowed, or this machine does not have the device.
     """
     require_device(name)
     devices = present()
@@ -60,9 +63,7 @@ def find_device(name: str) -> torch.device:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`. A copy to a GPU does not block this process; it is queued with
-    the GPU's work.
-    """
+    """Return the tensor on `device`. Copies from the CPU to a GPU are asynchronous."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -71,8 +72,12 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def moved_back(
     tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Return tensors read from a file, each on the device of the tensor of its name in `like`, or
-    else on `device`.
+    """Move tensors of a file to their devices.
+
+    Args:
+        tensors: Tensors by name.
+        like: Tensors with the target devices, by name.
+        device: Device of the tensors without a name in `like`.
     """
     return {
         name: tensor.to(like[name].device if name in like else device)
@@ -81,11 +86,11 @@ def moved_back(
 
 
 def keep_pages() -> bool:
-    """Ask the C library to keep freed pages for this process. Return True if it agreed.
+    """Configure glibc to reuse freed pages. Return True if this was possible.
 
-    glibc returns big buffers to the system as soon as they are freed, so every step of a
-    convolution faults its pages in anew: about a third of a small CNN's time on a CPU. Training
-    asks for the same sizes again and again; keeping them costs nothing.
+    By default, glibc returns large buffers to the system when they are freed, so every step of a
+    convolution causes page faults. They cost about a third of a small CNN's time on a CPU. Training
+    needs the same sizes in each step, so reuse needs no additional memory.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -95,5 +100,5 @@ def keep_pages() -> bool:
         (_TRIM_THRESHOLD, _LARGEST),
         (_TOP_PAD, 64 * 2**20),
     )
-    granted = [bool(mallopt(parameter, value)) for parameter, value in settings]
-    return all(granted)
+    accepted = [bool(mallopt(parameter, value)) for parameter, value in settings]
+    return all(accepted)

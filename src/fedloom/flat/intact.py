@@ -1,4 +1,4 @@
-"""Protects tensors of the task from user code that changes its arguments in place."""
+"""Protection of the task's tensors from user code that changes its arguments in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,11 @@ _functorch: Any = torch._C._functorch
 
 
 class IntactInputs:
-    """Calls user code, such as a model, with tensors that must stay as they are.
+    """Calls user code, such as a model, with tensors that must not change.
 
-    The first call gets a copy. If it changes the copy, all later calls get copies, and otherwise
-    the tensor itself, so that user code without changes in place costs one comparison of two
-    numbers a call. Changes are seen by the version that PyTorch counts for each tensor.
+    The first call receives a copy. If it changes the copy, all later calls receive copies.
+    Otherwise they receive the tensor itself, and a call costs only one comparison of two numbers.
+    Changes are detected by PyTorch's version counter of each tensor.
     """
 
     def __init__(self) -> None:
@@ -29,28 +29,27 @@ class IntactInputs:
 
         Args:
             function: The user's code.
-            tensor: Its argument, which stays unchanged.
+            tensor: Its argument. It is never changed.
             training: Mode of the function. Each mode has its own decision about copies.
 
         Returns:
             The result of the function.
 
         Raises:
-            InvalidValue: The function has changed its argument, though it did not in its first
-                call.
+            InvalidValue: If the function has changed its argument, but not in its first call.
         """
         copies = self._copies.get(training)
-        given = tensor if copies is False else tensor.clone()
-        before = _version(given)
-        result = function(given)
-        changed = _version(given) != before
+        argument = tensor if copies is False else tensor.clone()
+        version = _version(argument)
+        result = function(argument)
+        changed = _version(argument) != version
         if copies is None:
             self._copies[training] = changed
         elif changed and not copies:
             remedy = "compute with new tensors, such as x = x - 1 instead of x.sub_(1)"
             raise InvalidValue(
-                f"the model or loss changes its input in place in some calls and not in others, "
-                f"which would change the data set: {remedy}"
+                "the model or loss changes its input in place in some calls but not in others, "
+                f"so it would change the data set: {remedy}"
             )
         return result
 

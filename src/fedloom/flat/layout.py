@@ -1,12 +1,11 @@
-"""A model is a vector: any module to a row of floats and back without loss, and which slices of it
-form a layer.
+"""Conversion of modules to rows of floats and back, and the slices of layers in a row.
 
-A row holds what training may change: the trainable parameters first, `[0:T]`, then floating-point
-buffers such as batch-norm statistics, `[T:P]`. Buffers of integers and truth values cannot be
-averaged; they form a separate row of int64.
+A row contains all tensors that training may change: first the trainable parameters, `[0:T]`, then
+floating-point buffers such as batch-norm statistics, `[T:P]`. Integer and boolean buffers cannot be
+averaged. They form a separate row of int64.
 
-The rest of a module is frozen and in no row: parameters without `requires_grad`, of any type;
-buffers that are not persistent; and the buffers of modules that `model.train()` leaves in
+All other tensors of a module are frozen and in no row: parameters without `requires_grad`, of any
+type; buffers that are not persistent; and the buffers of modules that `model.train()` leaves in
 evaluation mode. Copies of the module share its frozen parameters.
 """
 
@@ -24,18 +23,26 @@ from fedloom.models.structure import copied, layer_finder
 from fedloom.state.digest import Digest
 
 Unit = tuple[slice, ...]
-"""Slices of a row that are moved as one."""
+"""Slices of a row that belong together, such as the tensors of a layer."""
 
 UnitKind = Literal["layer", "tensor", "segment"]
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Position of one tensor of a module in a row."""
+    """Position of one tensor of a module in a row.
 
-    name: str  # as in `named_parameters` and `named_buffers`
-    # the module that owns it, or the one around that if it counts as one layer
-    # (`models.structure.layer_finder`)
+    Attributes:
+        name: Name of the tensor in `named_parameters` or `named_buffers`.
+        layer: Name of its layer: the module that owns it, or a module around this one that counts
+            as one layer (`models.structure.layer_finder`).
+        shape: Shape of the tensor.
+        dtype: Type of the tensor in the module.
+        start: First position in the row.
+        stop: Position after the last one.
+    """
+
+    name: str
     layer: str
     shape: torch.Size
     dtype: torch.dtype
@@ -52,34 +59,36 @@ class Layout:
 
     Attributes:
         size: P, the length of a row.
-        trainable: T, the count of trainable numbers, with which a row begins.
+        trainable: T, the number of trainable values at the beginning of a row.
         slices: One entry per floating-point tensor, in the order of the row.
-        integer_slices: One entry per other buffer, with offsets into the row of integers.
-        integers: Z, the length of the row of integers.
+        integer_slices: One entry per integer or boolean buffer, with offsets into the integer row.
+        integers: Z, the length of the integer row.
         frozen: Names of the tensors that are in neither row.
         layers: Names of the layers, in the order of the module.
-        dtype: float32 or float64, the type of every tensor of the row. Frozen parameters may be of
+        dtype: float32 or float64, the type of all tensors of the row. Frozen parameters may have
             any type.
 
     Raises:
-        InvalidValue: The module has no trainable parameter, or tensors of a row are of several
-            types or of another.
+        InvalidValue: If the module has no trainable parameter, or the tensors of a row have
+            several types or a type other than float32 and float64.
     """
 
     def __init__(self, module: nn.Module) -> None:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise InvalidValue(f"{type(module).__name__} has no trainable parameter")
-        moved = _moved_buffers(module)
+        buffers = _trained_buffers(module)
         discrete = {
-            name: t for name, t in moved.items() if not (t.is_floating_point() or t.is_complex())
+            name: buffer
+            for name, buffer in buffers.items()
+            if not (buffer.is_floating_point() or buffer.is_complex())
         }
         continuous = {
             **trained,
-            **{name: tensor for name, tensor in moved.items() if name not in discrete},
+            **{name: buffer for name, buffer in buffers.items() if name not in discrete},
         }
         self.frozen = tuple(
-            name for name in _tensors(module) if name not in trained and name not in moved
+            name for name in _tensors(module) if name not in trained and name not in buffers
         )
         layer = layer_finder(module)
         self.slices = tuple(_consecutive(continuous, layer))
@@ -96,9 +105,9 @@ class Layout:
                 kind, rows = (
                     str(dtype).removeprefix("torch.") for dtype in (entry.dtype, self.dtype)
                 )
-                fault = f"tensor {entry.name!r} of the model is {kind}, and its other numbers are kept as {rows}"
                 raise InvalidValue(
-                    f"{fault}: models train where all numbers that move are float32, or all are float64"
+                    f"tensor {entry.name!r} of the model is {kind}, but the other trained tensors "
+                    f"are {rows}: convert them, so that all are float32 or all are float64"
                 )
         owners = {entry.layer for entry in self.slices}
         self.layers = tuple(name for name, _ in module.named_modules() if name in owners)
@@ -108,9 +117,7 @@ class Layout:
         return self.size * self.dtype.itemsize
 
     def flatten(self, module: nn.Module) -> Tensor:
-        """Return the module's floating-point tensors as a new row `[P]`, on the device of its first
-        parameter.
-        """
+        """Return a new row `[P]` of the module's floating-point tensors, on the module's device."""
         return self._row(module, self.slices, self.size, self.dtype)
 
     def flatten_integers(self, module: nn.Module) -> Tensor:
@@ -127,12 +134,12 @@ class Layout:
         return row
 
     def frozen_tensors(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the module's tensors that are in no row, by name."""
+        """Return the module's frozen tensors by name."""
         tensors = _tensors(module)
         return {name: tensors[name] for name in self.frozen}
 
     def frozen_digest(self, module: nn.Module) -> str:
-        """Return a digest of the frozen tensors; empty if there are none."""
+        """Return a digest of the frozen tensors, or "" if there are none."""
         digest = Digest()
         for name, tensor in self.frozen_tensors(module).items():
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
@@ -147,15 +154,15 @@ class Layout:
 
         Args:
             module: A module of this architecture.
-            row: Its floating-point tensors, `[P]`.
-            integers: Its other buffers, `[Z]`; left as they are without.
+            row: Floating-point tensors, `[P]`.
+            integers: Integer and boolean buffers, `[Z]`. None leaves them unchanged.
 
         Raises:
-            InvalidValue: The row has another length.
+            InvalidValue: If the row has another length.
         """
         if row.shape != (self.size,):
             raise InvalidValue(
-                f"a row of this model has {self.size} numbers, not shape {list(row.shape)}"
+                f"a row of this model must have shape [{self.size}], got {list(row.shape)}"
             )
         tensors = _tensors(module)
         for entry in self.slices:
@@ -165,28 +172,28 @@ class Layout:
 
     @torch.no_grad()
     def load_integers(self, module: nn.Module, integers: Tensor) -> None:
-        """Copy a row of integers into the module's integer and boolean buffers."""
+        """Copy an integer row, `[Z]`, into the module's integer and boolean buffers."""
         tensors = _tensors(module)
         for entry in self.integer_slices:
             tensors[entry.name].copy_(integers[entry.slice].view(entry.shape))
 
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
-        """Return views into a row `[P]`, by name, in each tensor's shape, for
-        `torch.func.functional_call`.
-        """
+        """Return the tensors in a row `[P]` as views by name, for `torch.func.functional_call`."""
         return {entry.name: row[entry.slice].view(entry.shape) for entry in self.slices}
 
     def bind(self, module: nn.Module, row: Tensor) -> None:
-        """Make every floating-point tensor of a `shell` a view of `row [P]`, so that training moves
-        the row itself.
+        """Make all floating-point tensors of a `shell` views of `row [P]`.
+
+        Training of the module then changes the row.
         """
         tensors = _tensors(module)
         for entry in self.slices:
             tensors[entry.name].data = row[entry.slice].view(entry.shape)
 
     def shell(self, module: nn.Module) -> nn.Module:
-        """Return a copy of the module to be bound to rows; until then it shares the module's
-        tensors, and must not train.
+        """Return a copy of the module for `bind`.
+
+        Before it is bound, it shares the module's tensors and must not train.
         """
         require_no_tensor_hooks(module)
         tensors = _tensors(module)
@@ -194,50 +201,54 @@ class Layout:
         return self.copy(module, shared)
 
     def copy(self, module: nn.Module, shared: dict[int, Tensor] | None = None) -> nn.Module:
-        """Return a copy that shares the frozen parameters, and the tensors that `shared` gives by
-        ids of those they replace.
+        """Return a copy of the module that shares its frozen parameters.
+
+        Args:
+            module: The module.
+            shared: Tensors of the copy that are not copied, by the ids of the module's tensors.
         """
         frozen = {
-            id(t): t for t in self.frozen_tensors(module).values() if isinstance(t, nn.Parameter)
+            id(tensor): tensor
+            for tensor in self.frozen_tensors(module).values()
+            if isinstance(tensor, nn.Parameter)
         }
         return copied(module, {**frozen, **(shared or {})})
 
     def units(self, kind: UnitKind = "layer", fraction: float = 1.0) -> list[Unit]:
-        """Return the units of a row, such as FedMR recombines.
+        """Return the units of a row, for recombination as in FedMR.
 
         Args:
-            kind: `layer` for each layer's tensors, `tensor` for each tensor, `segment` for runs of
-                layers.
-            fraction: Share x of the N layers in a segment, in (0, 1]: layer j (from 1) belongs to
+            kind: `layer` for one unit per layer, `tensor` for one unit per tensor, `segment` for
+                units of consecutive layers.
+            fraction: Share x of the N layers in a segment, in (0, 1]. Layer j (from 1) belongs to
                 segment ceil(j / (x N)).
 
         Raises:
-            InvalidValue: The kind or the fraction is not allowed.
+            InvalidValue: If the kind or the fraction is not allowed.
 
         Source: FedMR (KDD'24), section 5.
         """
         if kind == "tensor":
             return [(entry.slice,) for entry in self.slices]
         if kind == "layer":
-            return [self._owned({layer}) for layer in self.layers]
+            return [self._layer_unit({layer}) for layer in self.layers]
         if kind != "segment":
-            raise InvalidValue(f"unit {quoted(kind)} is not one of 'layer', 'tensor', 'segment'")
+            raise InvalidValue(f"unit must be 'layer', 'tensor' or 'segment', got {quoted(kind)}")
         if not 0 < fraction <= 1:
-            raise InvalidValue(f"fraction {fraction} is not in (0, 1]")
+            raise InvalidValue(f"fraction must be in (0, 1], got {fraction}")
         count = len(self.layers)
-        # The subtrahend keeps a quotient that is whole in decimal notation whole in binary: 3 /
-        # (0.1 * 30) is 1, not 1.0000001.
+        # The subtraction corrects rounding: 3 / (0.1 * 30) must give 1, not 1.0000001.
         segments: dict[int, set[str]] = {}
         for j, layer in enumerate(self.layers, start=1):
             segments.setdefault(math.ceil(j / (fraction * count) - 1e-9), set()).add(layer)
-        return [self._owned(layers) for layers in segments.values()]
+        return [self._layer_unit(layers) for layers in segments.values()]
 
-    def _owned(self, layers: set[str]) -> Unit:
+    def _layer_unit(self, layers: set[str]) -> Unit:
         """Return the slices of the tensors of these layers."""
         return self.unit(lambda entry: entry.layer in layers)
 
     def unit(self, belongs: Callable[[TensorSlice], bool]) -> Unit:
-        """Return the slices of all tensors for which `belongs` is true, neighbours merged."""
+        """Return the slices of all tensors for which `belongs` is true. Adjacent slices are merged."""
         merged: list[slice] = []
         for entry in self.slices:
             if not belongs(entry):
@@ -250,18 +261,16 @@ class Layout:
 
 
 def require_copyable(module: nn.Module) -> None:
-    """Raise `InvalidValue` for a module of which clients cannot have copies."""
+    """Raise `InvalidValue` for a module that cannot be copied for clients."""
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        raise InvalidValue(
-            f"{kind} is compiled by TorchScript: give the module that it was made of"
-        )
+        raise InvalidValue(f"{kind} is compiled by TorchScript: pass the original module instead")
     if torch.is_inference_mode_enabled():
         raise InvalidValue(
             "models cannot train inside torch.inference_mode(): leave the block first"
         )
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        remedy = "leave the block, and set autocast = 'bfloat16' in the settings of training"
+        remedy = "leave the block, and set autocast = 'bfloat16' in the training settings"
         raise InvalidValue(f"models cannot train inside torch.autocast(): {remedy}")
     for name, tensor in _tensors(module).items():
         if nn.parameter.is_lazy(tensor):
@@ -281,42 +290,41 @@ def require_copyable(module: nn.Module) -> None:
                 remedy = "use torch.nn.utils.parametrizations, or prune.remove"
                 computed = f"{path}.{name}".lstrip(".")
                 raise InvalidValue(
-                    f"{computed!r} of the model is computed from its parameters, "
-                    f"as by torch.nn.utils.weight_norm or prune: {remedy}"
+                    f"{computed!r} of the model is computed from its parameters, such as by "
+                    f"torch.nn.utils.weight_norm or prune: {remedy}"
                 )
     require_no_tensor_hooks(module)
 
 
 def require_no_tensor_hooks(module: nn.Module) -> None:
-    """Raise `InvalidValue` for a parameter with a hook, which a copy of the module would lack."""
+    """Raise `InvalidValue` for a parameter with a hook, because copies of the module lose hooks."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            remedy = "put it on its module, with register_full_backward_hook"
             raise InvalidValue(
-                f"parameter {name!r} of the model has a hook, which copies of the model lose: {remedy}"
+                f"parameter {name!r} of the model has a hook, but copies of the model lose hooks of "
+                "parameters: use register_full_backward_hook of its module"
             )
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return another tensor with the same storage, so that binding one does not move the other."""
-    return (
-        nn.Parameter(tensor.detach(), tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else tensor.detach()
-    )
+    """Return another tensor with the same storage. Binding it does not change the original."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
+    return tensor.detach()
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _moved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that training may change: the persistent ones of modules that `train()`
-    puts into training mode.
+def _trained_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that training may change.
+
+    They are persistent, and belong to modules that `train()` puts into training mode.
     """
     modes = {submodule: submodule.training for submodule in module.modules()}
     module.train()
-    resting = {name for name, submodule in module.named_modules() if not submodule.training}
+    frozen = {name for name, submodule in module.named_modules() if not submodule.training}
     for submodule, mode in modes.items():
         submodule.training = mode
     transient = {
@@ -327,7 +335,7 @@ def _moved_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: buffer
         for name, buffer in module.named_buffers()
-        if name not in transient and name.rpartition(".")[0] not in resting
+        if name not in transient and name.rpartition(".")[0] not in frozen
     }
 
 

@@ -1,5 +1,6 @@
-"""Chains of linear layers, trained without autograd: their gradients are products, into which SGD's
-update is folded.
+"""Chains of linear layers, trained without autograd.
+
+Their gradients are matrix products, which include the update of SGD.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +23,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """Positions of a layer's weight `[out, in]` and bias `[out]` in a row; `rectified` if a ReLU
-    follows.
+    """Position of a linear layer in a row.
+
+    Attributes:
+        weight: Slice of the weight, `[out, in]`.
+        bias: Slice of the bias, `[out]`, or None.
+        rectified: True if a ReLU follows.
     """
 
     weight: TensorSlice
@@ -32,18 +37,24 @@ class LinearLayer:
 
 
 def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
-    """Return the layers of a plain chain of linear layers, each with or without a ReLU; empty for
-    other modules.
+    """Return the layers of a chain of linear layers, with or without ReLU.
+
+    Args:
+        module: The model.
+        layout: Its layout.
+
+    Returns:
+        The layers in order. The list is empty for other modules.
     """
     if layout.frozen or any(
         getattr(submodule, name) for submodule in module.modules() for name in _HOOKS
     ):
         return []
     try:
-        # a copy that shares the weights, since a forward pass may assign attributes
+        # Trace a copy with the same weights: a forward pass may assign attributes.
         traced = copied(module, {id(parameter): parameter for parameter in module.parameters()})
         nodes = list(fx.symbolic_trace(traced).graph.nodes)
-    except Exception:  # untraceable modules are no chains, whatever the reason
+    except Exception:  # modules that cannot be traced are no chains
         return []
     slices = {entry.name: entry for entry in layout.slices}
     layers: list[LinearLayer] = []
@@ -83,16 +94,15 @@ def backward(
     batch: Batch,
     use: Callable[[TensorSlice, Tensor, Tensor], None],
 ) -> Tensor:
-    """Return the mean cross entropy of k models, and pass its gradient on, from the last layer
-    down.
+    """Compute the mean cross entropy of k models and its gradients, from the last layer down.
 
     Args:
         layers: The chain.
         rows: The models, `[k, P]`.
-        batch: Samples `[k, b, ...]`; their `share` of the mean is respected.
-        use: Called as `use(entry, d, x)` for each weight and bias W `[k, out, in]` (a bias is one
-            column). The gradient of W is d'x, with the layer's input x `[k, b, in]` and the
-            gradient d `[k, b, out]` by its output. It may move W.
+        batch: Samples, `[k, b, ...]`, with their `share` of the mean.
+        use: Called as `use(entry, d, x)` for each weight and bias W `[k, out, in]` (a bias has one
+            column). The gradient of W is d'x, with the input x `[k, b, in]` of the layer and the
+            gradient d `[k, b, out]` of its output. The function may change W.
 
     Returns:
         The loss of each model, `[k]`.
@@ -130,16 +140,20 @@ def _forward(layers: Sequence[LinearLayer], rows: Tensor, inputs: Tensor) -> lis
 
 
 def matrix(rows: Tensor, entry: TensorSlice) -> Tensor:
-    """Return a view of every row's weight, `[k, out, in]`, or bias as one column, `[k, out, 1]`."""
+    """Return a view of a weight in all rows, `[k, out, in]`, or of a bias, `[k, out, 1]`."""
     return rows[:, entry.slice].view(len(rows), entry.shape[0], -1)
 
 
 class FoldedSGD:
-    """A step of SGD on the mean cross entropy of k models of `linear_layers`, with momentum and
-    weight decay.
+    """A step of SGD on the mean cross entropy of k chains of linear layers.
 
-    W <- W - eta d'x is one batched product that never writes the gradient itself down. Measured on
-    the MLP 784-200-200-10 with 10 models: 0.3 of the eager steps' time.
+    W <- W - eta d'x is one batched product, without a separate gradient in memory. With 10 models
+    784-200-200-10 it takes 0.3 of the time of eager steps. Momentum and weight decay are supported.
+
+    Args:
+        layers: The chain.
+        settings: Settings of local training.
+        rate: Learning rate.
     """
 
     def __init__(self, layers: Sequence[LinearLayer], settings: Training, rate: float) -> None:
@@ -148,9 +162,7 @@ class FoldedSGD:
 
     @staticmethod
     def covers(settings: Training) -> bool:
-        """Return True if local training with these settings is such a step: SGD without clipping,
-        autocast or other options.
-        """
+        """Return True for plain SGD, without clipping, autocast, schedule or other options."""
         plain = (
             settings.clip is None
             and settings.autocast == "none"
@@ -161,8 +173,15 @@ class FoldedSGD:
         )
 
     def __call__(self, rows: Tensor, velocity: Tensor | None, batch: Batch) -> Tensor:
-        """Update `rows [k, P]` and, with momentum, `velocity [k, P]`. Return the loss before the
-        step, `[k]`.
+        """Update the models.
+
+        Args:
+            rows: The models, `[k, P]`. Changed in place.
+            velocity: Velocity, `[k, T]`, or None without momentum. Changed in place.
+            batch: Samples, `[k, b, ...]`.
+
+        Returns:
+            The loss before the step, `[k]`.
         """
         return backward(
             self.layers, rows, batch, partial(self._move, rows, velocity, batch.step == 0)
@@ -177,7 +196,7 @@ class FoldedSGD:
         delta: Tensor,
         x: Tensor,
     ) -> None:
-        """Set W <- W - eta (delta' x + decay W), with momentum through the velocity."""
+        """Set W <- W - eta (delta' x + decay W), with the velocity if there is momentum."""
         weight = matrix(rows, entry)
         if velocity is None:
             weight.baddbmm_(delta.mT, x, beta=1 - self.rate * self.decay, alpha=-self.rate)

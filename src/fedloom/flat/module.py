@@ -1,6 +1,4 @@
-"""A module that trains on rows: its parameters are views of one flat buffer, its gradients of
-another.
-"""
+"""A module that trains rows: its parameters are views of a row, `[P]`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,27 +25,35 @@ Rows = slice | Tensor
 
 
 class Batch(NamedTuple):
-    """One step's samples of one client (`inputs [b, ...]`, `labels [b]`), or of k clients with a
-    leading client axis.
+    """The samples of one step, for one client or for k clients with a leading client axis.
+
+    Attributes:
+        inputs: Inputs of the model, `[b, ...]` or `[k, b, ...]`.
+        labels: Labels, `[b]` or `[k, b]`.
+        step: Number of the step in this training. The smallest number if clients differ.
+        clients: Rows of the clients in the cohort. None for all clients.
+        share: Share of each sample in its client's mean, `[k, b]`. It is 0 for padding.
     """
 
     inputs: Tensor
     labels: Tensor
-    step: int = 0  # index of the step in this training; if clients' steps differ, the smallest
-    # rows of the cohort's clients that the samples belong to; None for all
+    step: int = 0
     clients: Rows | None = None
-    share: Tensor | None = None  # `[k, b]`, each sample's share of its client's mean: 0 for padding
+    share: Tensor | None = None
 
 
 @dataclass(eq=False)
 class Net:
-    """One client's model as its loss sees it: a module that holds the weights, or is called with
-    the `tensors` of a row.
+    """The model of one client, for the loss function.
 
     Attributes:
+        module: The module. Its own weights are used unless there are `tensors`.
+        layout: Layout of the module.
+        frozen: Copy of the module in evaluation mode, without gradients.
         objective: The task's objective: `objective.loss(outputs, labels)` is the mean loss of a
             batch.
-        intact: Keeps the batch as it is where the module changes its input in place.
+        tensors: Weights by name, or None.
+        intact: Protects the batch from modules that change their input in place.
     """
 
     module: nn.Module
@@ -77,17 +83,15 @@ class Net:
         else:
             prefix = f"{name}." if name else ""
             weights = {
-                key.removeprefix(prefix): t
-                for key, t in self.tensors.items()
+                key.removeprefix(prefix): tensor
+                for key, tensor in self.tensors.items()
                 if key.startswith(prefix)
             }
             outputs = functional_call(module, weights, (inputs,))
         return outputs
 
     def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features that enter the classifier and the model's outputs, from one forward
-        pass.
-        """
+        """Return the features (inputs of the classifier) and the outputs of one forward pass."""
         features: list[Tensor] = []
         handle = self.classifier.register_forward_pre_hook(
             lambda _, arguments: features.append(arguments[0])
@@ -100,7 +104,7 @@ class Net:
             name = head_name(self.module)
             raise InvalidValue(
                 f"the model does not call its classifier {name!r}: "
-                "set its attribute head to the name of the layer that gives the outputs"
+                "set its attribute head to the name of the layer that returns the outputs"
             )
         return features[0], outputs
 
@@ -109,28 +113,28 @@ class Net:
         return replace(self, tensors=tensors)
 
     def at(self, row: Tensor) -> "Net":
-        """Return the same architecture with the weights of `row [P]`, in evaluation mode and
-        without gradients to its weights.
-        """
+        """Return the model with the weights `row [P]`, in evaluation mode and without gradients."""
         tensors = self.layout.tensors(row.detach())
         return Net(self.frozen, self.layout, self.frozen, self.objective, tensors, self.intact)
 
 
 FILTERS_PER_ACTIVATION = 8
-"""Convolution weights per output number of a sample, above which channels stay first on a CPU:
-turning the filters in every step would cost more than the images gain (ResNet-20 on CIFAR: 1.4;
-VGG-16: 53).
+"""Largest number of convolution weights per output value for channels last on a CPU.
+
+With more weights, the conversion of the filters in every step costs more than the images save.
+ResNet-20 on CIFAR has 1.4, VGG-16 has 53.
 """
 
 Context = Mapping[str, Tensor]
-"""Named tensors that a method passes to its hooks, with one row a client, `[k, ...]`."""
+"""Tensors by name that a method passes to its hooks, with one row per client, `[k, ...]`."""
 
 LossFn = Callable[[Net, Batch, Context], Tensor]
-"""One client's loss: (net, batch, the client's row of each tensor of the context) -> a scalar."""
+"""Loss of one client: (model, batch, the client's rows of the context) -> scalar."""
 
 FoldedStep = Callable[[Tensor, Tensor | None, Batch], Tensor]
-"""(rows `[k, P]`, velocity `[k, T]` with momentum, batch) -> loss `[k]`: forward, backward and
-update at once.
+"""(rows `[k, P]`, velocity `[k, T]` or None, batch) -> loss `[k]`.
+
+It includes forward pass, backward pass and update.
 """
 
 
@@ -140,19 +144,23 @@ def data_loss(net: Net, batch: Batch, context: Context) -> Tensor:
 
 
 def head_loss(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the same for a batch of features that enter the classifier (`Cohort.for_classifier`)."""
+    """Return the loss on a batch of features (`Cohort.for_classifier`)."""
     return net.objective.loss(net.head(batch.inputs), batch.labels)
 
 
 @dataclass(frozen=True)
 class Shortcuts:
-    """Faster ways to compute a local step that were compared with the plain way and may be taken
-    (`prove`).
+    """Faster ways to compute local steps. `prove` compares them with plain PyTorch.
+
+    Attributes:
+        channels_last: True to use the channels-last memory format for images.
+        linear: True to train chains of linear layers without autograd.
+        joint_optimizer: True if one optimizer of torch updates all rows of a stack.
     """
 
-    channels_last: bool = False  # channels-last memory format for images
-    linear: bool = False  # linear layers' gradients are products, into which plain SGD is folded
-    joint_optimizer: bool = False  # one optimizer of torch moves all rows of a stack
+    channels_last: bool = False
+    linear: bool = False
+    joint_optimizer: bool = False
 
 
 PLAIN = Shortcuts()
@@ -160,24 +168,23 @@ PLAIN = Shortcuts()
 
 
 class FlatModule:
-    """One copy of the task's module, reused for every client that trains in this process, one at a
-    time.
+    """A copy of the task's module that trains all clients of this process, one after another.
 
-    The `rows [1, P]` given to `gradient` are trained in place: the module's parameters and
-    statistics are views of them, while frozen parameters are those of the task's module. So a
-    client's model costs one copy of its row, and an optimizer one tensor.
+    The module's parameters and statistics are views of `rows [1, P]`, so training changes the rows
+    in place. Frozen parameters are shared with the task's module. Therefore the model of a client
+    needs only the memory of its row, and an optimizer only one tensor.
 
     Args:
-        module: The task's module, which stays as it is.
-        layout: Its layout.
-        shortcuts: Faster ways that may be taken.
-        autocast: Type of the forward pass and the loss, in operations that tolerate it; None for
-            the weights' type.
-        objective: What is learned.
+        module: The task's module. It is not changed.
+        layout: Layout of the module.
+        shortcuts: Faster ways that are allowed.
+        autocast: Type of the forward pass and the loss, in operations that allow it. None for the
+            type of the weights.
+        objective: The task's objective.
 
     Attributes:
-        watch: Takes each local step of SGD, the rows that it moves and its group of clients to the
-            step to take instead.
+        watch: (local step, rows that it changes, group of clients) -> replacement of the step. None
+            for no replacement.
     """
 
     watch: Callable[[Callable[[Batch], Tensor], Tensor, Any], Callable[[Batch], Tensor]] | None = (
@@ -192,21 +199,18 @@ class FlatModule:
         autocast: torch.dtype | None = None,
         objective: Objective = CLASSIFICATION,
     ) -> None:
-        self.layout, self.shortcuts, self.autocast, self.objective = (
-            layout,
-            shortcuts,
-            autocast,
-            objective,
-        )
+        self.layout, self.shortcuts = layout, shortcuts
+        self.autocast, self.objective = autocast, objective
         self.original = module
         self.module = layout.shell(module).train()
         self.frozen = layout.shell(module).eval().requires_grad_(False)
         self.net = Net(self.module, layout, self.frozen, objective)
-        trained = (layer for layer in self.module.modules() if layer.training)
         self.needs_pairs = any(
-            isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in trained
+            isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            for layer in self.module.modules()
+            if layer.training
         )
-        self._smallest_batch = 0 if self.needs_pairs else 1  # 0: not known yet
+        self._smallest_batch = 0 if self.needs_pairs else 1  # 0: unknown
         self._row: Tensor | None = None
         self._head_gives_outputs: bool | None = None
         self._gradient = torch.zeros(
@@ -220,18 +224,18 @@ class FlatModule:
             for entry in layout.slices
             if entry.start >= layout.trainable and entry.name in buffers
         ]
-        self._moving = self._slices  # of the parameters that train
+        self._trained_slices = self._slices
 
     @cached_property
     def initial(self) -> Tensor:
-        """The model that the task starts from, `[P]`."""
+        """The initial model of the task, `[P]`."""
         return self.layout.flatten(self.original)
 
     def smallest_batch(self, empty: Tensor) -> int:
-        """Return the fewest samples with which the module can train.
+        """Return the smallest number of samples with which the module can train.
 
         Args:
-            empty: No inputs, `[0, ...]`, with the shape and type of the module's inputs.
+            empty: Empty tensor with shape and type of the module's inputs, `[0, ...]`.
         """
         if not self._smallest_batch:
             sample = empty.new_zeros(1, *empty.shape[1:])
@@ -239,20 +243,20 @@ class FlatModule:
         return self._smallest_batch
 
     def bind(self, rows: Tensor) -> None:
-        """Make the module a view of `rows [1, P]`, unless it is already."""
+        """Make the tensors of the module views of `rows [1, P]`."""
         row = rows[0]
         if self._row is None or self._row.data_ptr() != row.data_ptr():
             self.layout.bind(self.module, row)
         self._row = row
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """Return the submodule that owns a tensor, and the tensor's name in it."""
+        """Return the submodule of a tensor, and the tensor's name in the submodule."""
         path, _, attribute = name.rpartition(".")
         return self.module.get_submodule(path), attribute
 
     @torch.no_grad()
-    def _keep_assigned(self, row: Tensor) -> None:
-        """Copy buffers that the forward pass assigned anew into `row [P]`, and bind them again."""
+    def _store_assigned(self, row: Tensor) -> None:
+        """Copy buffers that the forward pass has replaced into `row [P]`, and bind them again."""
         for owner, attribute, bound, entry in self._buffers:
             assigned = owner._buffers[attribute]
             if assigned is not bound and assigned is not None:
@@ -262,60 +266,90 @@ class FlatModule:
     def gradient(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss `[k]` and its gradient `[k, T]`, valid until the next call. Statistics of
-        `rows` are updated.
+        """Return the loss and its gradient, which the next call overwrites.
+
+        Args:
+            rows: Models, `[k, P]`. Their statistics are updated.
+            batch: Samples, `[k, b, ...]`.
+            loss_fn: Loss of one client.
+            context: Tensors for the loss by name, `[k, ...]`.
+
+        Returns:
+            Losses `[k]` and gradients `[k, T]`.
         """
         loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         buffer = self._gradient[: len(rows)]
         if len(gradients) == len(self._slices):
-            # One pass. Letting autograd add into views of the buffer would clear, read and write it
-            # once more.
+            # One pass over the buffer. If autograd added into views of it, the buffer would be
+            # cleared, read and written once more.
             torch.cat(self._as_rows(gradients), 1, out=buffer)
         else:
             buffer.zero_()
-            for entry, gradient in zip(self._moving, self._as_rows(gradients), strict=True):
+            for entry, gradient in zip(self._trained_slices, self._as_rows(gradients), strict=True):
                 buffer[:, entry.slice] = gradient
         return loss, buffer
 
     def partial_gradient(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss `[k]` and the gradient of the parameters that train, side by side, `[k,
-        n]`.
+        """Return the loss and the gradient of the trained parameters only.
+
+        Args:
+            rows: Models, `[k, P]`. Their statistics are updated.
+            batch: Samples, `[k, b, ...]`.
+            loss_fn: Loss of one client.
+            context: Tensors for the loss by name, `[k, ...]`.
+
+        Returns:
+            Losses `[k]`, and gradients of the n trained values, `[k, n]`.
         """
         loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         return loss, torch.cat(self._as_rows(gradients), 1)
 
     def _as_rows(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(gradients, self._moving, strict=True)
+        pairs = zip(gradients, self._trained_slices, strict=True)
         return [gradient.reshape(-1, entry.stop - entry.start) for gradient, entry in pairs]
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
-        """Return the parameters that train as views `[k, ...]` of `rows [k, T or more]`, in the
-        order of `tensor_gradients`.
+        """Return the trained parameters as views `[k, ...]` of `rows [k, T or more]`.
+
+        They have the order of `tensor_gradients`.
         """
-        return [piece(rows, entry) for entry in self._moving]
+        return [piece(rows, entry) for entry in self._trained_slices]
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        """Return a step of SGD on the data loss as one function, or None for other modules and
-        settings.
+        """Return a step of SGD on the data loss as one function, if there is one.
+
+        Args:
+            settings: Settings of local training.
+            rate: Learning rate.
+
+        Returns:
+            The step, or None for modules and settings without such a function.
         """
         return None
 
     def uses_share(self, loss_fn: LossFn) -> bool:
-        """Return True if gradients of this loss respect `Batch.share`, so that batches may be
-        padded.
-        """
+        """Return True if gradients of this loss use `Batch.share`, so that padding is allowed."""
         return False
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the loss `[k]` and the gradient of each tensor of `pieces(rows)`, which may share
-        memory.
+        """Return the loss and the gradient of each trained tensor.
+
+        Args:
+            rows: Models, `[k, P]`. Their statistics are updated.
+            batch: Samples, `[k, b, ...]`.
+            loss_fn: Loss of one client.
+            context: Tensors for the loss by name, `[k, ...]`.
+
+        Returns:
+            Losses `[k]`, and the gradient of each tensor of `pieces(rows)`, `[k, ...]`. Gradients
+            may share memory.
         """
         self.bind(rows)
-        client_batch = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
+        client_batch = Batch(self._in_fastest_layout(batch.inputs[0]), batch.labels[0], batch.step)
         with autocast(self.autocast, rows.device):
             loss = loss_fn(
                 self.net, client_batch, {name: value[0] for name, value in context.items()}
@@ -327,60 +361,67 @@ class FlatModule:
                 for gradient in torch.autograd.grad(loss, trained, materialize_grads=True)
             ]
         except RuntimeError as error:
-            raise (
-                InvalidValue(error_text(error)) if GRAPH_IS_GONE in str(error) else error
-            ) from error
+            if GRAPH_IS_GONE in str(error):
+                raise InvalidValue(error_text(error)) from error
+            raise
         if self._buffers:
-            self._keep_assigned(rows[0])
-        return loss.detach().to(rows).unsqueeze(0), [
-            gradient.unsqueeze(0) for gradient in gradients
-        ]
+            self._store_assigned(rows[0])
+        gradients = [gradient.unsqueeze(0) for gradient in gradients]
+        return loss.detach().to(rows).unsqueeze(0), gradients
 
     def sample_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss `[b]` of each sample of a client's batch alone, and its gradient `[b,
-        n]`, by `vmap` if it can.
+        """Return the loss and the gradient of each sample of a client's batch.
+
+        It uses `vmap` if the model supports it. Otherwise it computes sample by sample.
+
+        Args:
+            rows: Model of the client, `[1, P]`.
+            batch: Samples, `[1, b, ...]`.
+            loss_fn: Loss of one client.
+            context: Tensors for the loss by name, `[1, ...]`.
+
+        Returns:
+            Losses `[b]`, and gradients of the n trained values, `[b, n]`.
         """
-        tensors, client_context = (
-            self.layout.tensors(rows[0].detach()),
-            {n: value[0] for n, value in context.items()},
-        )
+        tensors = self.layout.tensors(rows[0].detach())
+        client_context = {name: value[0] for name, value in context.items()}
 
-        def loss_of_one(trained: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
+        def sample_loss(trained: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
             net = self.net.with_tensors({**tensors, **trained})
-            return loss_fn(
-                net, Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step), client_context
-            )
+            sample = Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step)
+            return loss_fn(net, sample, client_context)
 
-        trained = {entry.name: tensors[entry.name] for entry in self._moving}
+        trained = {entry.name: tensors[entry.name] for entry in self._trained_slices}
         try:
-            of_samples = vmap(grad_and_value(loss_of_one), (None, 0, 0), randomness="different")
+            differentiate = vmap(grad_and_value(sample_loss), (None, 0, 0), randomness="different")
             with stacked_autocast(self.autocast), no_loop_in_vmap():
-                by_name, losses = of_samples(trained, batch.inputs[0], batch.labels[0])
-            return losses.to(rows), torch.cat(
-                [by_name[name].reshape(len(losses), -1) for name in trained], 1
-            )
+                by_name, losses = differentiate(trained, batch.inputs[0], batch.labels[0])
+            columns = [by_name[name].reshape(len(losses), -1) for name in trained]
+            return losses.to(rows), torch.cat(columns, 1)
         except RuntimeError:
-            singles = zip(batch.inputs.split(1, 1), batch.labels.split(1, 1), strict=True)
+            samples = zip(batch.inputs.split(1, 1), batch.labels.split(1, 1), strict=True)
             pairs = [
                 self.tensor_gradients(rows, Batch(inputs, labels, batch.step), loss_fn, context)
-                for inputs, labels in singles
+                for inputs, labels in samples
             ]
             gradients = [torch.cat(self._as_rows(gradients), 1) for _, gradients in pairs]
             return torch.cat([loss for loss, _ in pairs]), torch.cat(gradients)
 
-    def _laid_out(self, inputs: Tensor) -> Tensor:
-        """Return images `[b, c, h, w]` in the memory format in which convolutions are fastest;
-        filters keep that of the row.
+    def _in_fastest_layout(self, inputs: Tensor) -> Tensor:
+        """Return images `[b, c, h, w]` in channels-last format if this shortcut is allowed.
+
+        Filters stay in the memory format of the row.
         """
-        return (
-            channels_last(inputs) if self.shortcuts.channels_last and inputs.dim() == 4 else inputs
-        )
+        if self.shortcuts.channels_last and inputs.dim() == 4:
+            return channels_last(inputs)
+        return inputs
 
     def train_only(self, units: Unit | None) -> None:
-        """Let gradients reach only the parameters inside `units` (None: all), so that backward goes
-        no deeper.
+        """Train only the parameters inside `units`, or all with None.
+
+        The backward pass ends at the first of these parameters.
         """
         pairs = list(zip(self._parameters, self._slices, strict=True))
         for parameter, entry in pairs:
@@ -388,33 +429,40 @@ class FlatModule:
                 u.start <= entry.start and entry.stop <= u.stop for u in units
             )
             parameter.requires_grad_(inside)
-        self._moving = tuple(entry for parameter, entry in pairs if parameter.requires_grad)
+        self._trained_slices = tuple(entry for parameter, entry in pairs if parameter.requires_grad)
 
     @torch.no_grad()
     def features(self, rows: Tensor, inputs: Tensor) -> Tensor | None:
-        """Return the features that enter the classifier, or None if they depend on more than each
-        sample alone.
+        """Return the features (inputs of the classifier) of samples.
+
+        Args:
+            rows: Model, `[1, P]`.
+            inputs: Samples, `[1, b, ...]`.
+
+        Returns:
+            Features, `[1, b, ...]`. None if the features of a sample depend on other values than
+            the sample and the model, or if they are not enough to compute the outputs.
         """
         if self.needs_pairs or self.layout.trainable < self.layout.size or self.layout.integers:
             return None
         self.bind(rows)
         with preserved_generator(rows.device):
             state = generator_state(rows)
-            features, logits = self.net.both(self._laid_out(inputs[0]))
+            features, logits = self.net.both(self._in_fastest_layout(inputs[0]))
             drawn = not torch.equal(state, generator_state(rows))
-        suffice = (
+        sufficient = (
             isinstance(logits, Tensor)
             and not drawn
             and torch.equal(self.net.head(features), logits)
         )
-        return features.unsqueeze(0) if suffice else None
+        return features.unsqueeze(0) if sufficient else None
 
     @torch.no_grad()
     def head_gives_outputs(self, inputs: Tensor) -> bool:
-        """Return True if the model's outputs are a tensor, and those of its classifier.
+        """Return True if the model returns the tensor of its classifier.
 
         Args:
-            inputs: A batch of any numbers, `[b, ...]`. Only the first call computes with it.
+            inputs: Batch of any values, `[b, ...]`. Only the first call uses it.
         """
         if self._head_gives_outputs is None:
             net = self.net.at(self.initial)
@@ -427,9 +475,14 @@ class FlatModule:
 
     @torch.no_grad()
     def outputs(self, row: Tensor, inputs: Tensor) -> Any:
-        """Return the outputs of the model `row [P]` in evaluation mode for `inputs [b, ...]`."""
+        """Return outputs in evaluation mode.
+
+        Args:
+            row: Model, `[P]`.
+            inputs: Samples, `[b, ...]`.
+        """
         self.layout.bind(self.frozen, row)
-        return self.net.intact.call(self.frozen, self._laid_out(inputs))
+        return self.net.intact.call(self.frozen, self._in_fastest_layout(inputs))
 
     def load_integers(self, integers: Tensor) -> None:
         """Restore the integer buffers from `[1, Z]`."""
@@ -441,14 +494,19 @@ class FlatModule:
 
 
 def piece(rows: Tensor, entry: TensorSlice) -> Tensor:
-    """Return a view of one tensor of every row, `[k, *shape]`."""
+    """Return a view of one tensor in all rows, `[k, *shape]`."""
     return rows[:, entry.slice].view(len(rows), *entry.shape)
 
 
 @torch.no_grad()
 def light_convolutions(module: nn.Module, image: Tensor) -> bool:
-    """Return True if 2d convolutions have few weights for their outputs: these are faster with the
-    channels last.
+    """Return True if 2d convolutions are faster with channels last.
+
+    Their number of weights must be small compared with their outputs (`FILTERS_PER_ACTIVATION`).
+
+    Args:
+        module: The model.
+        image: One sample, `[1, c, h, w]`.
     """
     convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     if not convolutions:
@@ -475,10 +533,9 @@ def generator_state(tensor: Tensor) -> Tensor:
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """Return `[b, c, h, w]` in channels-last memory format. With one channel the formats differ in
-    the strides alone.
-    """
+    """Return images `[b, c, h, w]` in channels-last memory format."""
     height, width = images.shape[2:]
+    # With one channel only the strides differ.
     if images.shape[1] == 1 and images.is_contiguous():
         return images.as_strided(
             images.shape, (height * width, 1, width, 1), images.storage_offset()
@@ -488,8 +545,9 @@ def channels_last(images: Tensor) -> Tensor:
 
 @contextmanager
 def no_loop_in_vmap() -> Iterator[None]:
-    """Make `vmap` raise, inside the block, for operations that it would compute row by row, slower
-    than without it.
+    """Raise errors for operations that `vmap` would compute row by row, inside the block.
+
+    Such loops are slower than training without `vmap`.
     """
     functorch: Any = torch._C._functorch
     enabled = functorch._is_vmap_fallback_enabled()

@@ -1,6 +1,4 @@
-"""A population is a matrix: the field's methods as plain maths on the rows of `[K, P]`, one row a
-model.
-"""
+"""Operations on populations of models: matrices `[K, P]` with one row per model."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, repeat
@@ -11,8 +9,9 @@ from torch import Tensor
 from fedloom.flat.layout import Unit
 
 BLOCK = 1 << 22
-"""Numbers of `[K, P]` per block of computations with intermediate results: little beside the
-models, and within the caches.
+"""Number of values of `[K, P]` in a block of computations with intermediate results.
+
+A block is small compared with the models, and fits into the caches.
 """
 
 
@@ -20,8 +19,8 @@ def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the mean of rows: sum_k p_k rows[k] with p = weights / sum(weights).
 
     Args:
-        rows: One tensor per client, `[K, ...]`. Means of whole numbers are in double precision.
-        weights: Weight of each row, `[K]`, at least 0; without them all count alike.
+        rows: One tensor per client, `[K, ...]`. Means of integers are in double precision.
+        weights: Weight of each row, `[K]`, at least 0. By default all weights are equal.
 
     Returns:
         The mean, `[...]`.
@@ -29,54 +28,53 @@ def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     if not rows.is_floating_point():
         rows = rows.double()
     share = rows.new_ones(len(rows)) if weights is None else weights.to(rows) / weights.sum()
-    # faster than `rows.mean(0)`
+    # This product is faster than `rows.mean(0)`.
     mean: Tensor = share @ (rows if rows.ndim < 3 else rows.flatten(1))
     return (mean if weights is not None else mean.div_(len(rows))).view(rows.shape[1:])
 
 
 MEDIANS = 4
-"""Times the median claim that one claim counts for at most (`capped`)."""
+"""Largest ratio of a capped weight to the median of all claims (`capped`)."""
 
 
 def capped(weights: Tensor, share: float) -> Tensor:
-    """Lower claimed weights, so that few clients cannot take a mean by what they claim.
+    """Cap claimed weights, so that few clients cannot dominate a mean by large claims.
 
-    A claim counts for at most `MEDIANS` times the (lower) median of those above 0, and for at most
-    `share` of their sum: larger ones are lowered to one common value. Where even equal weights are
-    above that share, all are equal. Of n claims f < n / 2 false ones then have at most 4 f / (3 f +
-    floor(n / 2) + 1) of the sum, whatever the others are.
+    A weight is at most `MEDIANS` times the (lower) median of the claims above 0, and at most
+    `share` of the sum. Larger claims are lowered to one common value. If even equal weights exceed
+    this share, all weights are equal. Then f < n / 2 false claims among n claims have at most
+    4 f / (3 f + floor(n / 2) + 1) of the sum, whatever the other claims are.
 
     Args:
-        weights: Claims `[k]`, at least 0.
-        share: Largest part of the sum, in (0, 1]. 1 believes all claims.
+        weights: Claimed weights, `[k]`, at least 0.
+        share: Largest share of the sum, in (0, 1]. 1 accepts all claims.
 
     Returns:
-        Weights `[k]`: the claims themselves where nothing is lowered, else float64.
+        Weights `[k]`: the unchanged claims if none is lowered, otherwise float64.
     """
     if share >= 1 or not bool((weights > 0).any()):
         return weights
     limit = MEDIANS * weights[weights > 0].median()
     if bool((weights > limit).any()):
         weights = weights.double().clamp(max=float(limit))
-    falling = weights.double().sort(descending=True).values
-    for count in range(len(falling)):
+    largest_first = weights.double().sort(descending=True).values
+    for count in range(len(largest_first)):
         if count * share >= 1:
             break
-        # With the `count` largest at this value each has its share: share (count value + sum of the
-        # others) = value.
-        value = share * falling[count:].sum() / (1 - count * share)
-        if falling[count] <= value:
+        # If the `count` largest weights are lowered to this value, each has exactly its share:
+        # share * (count * value + sum of the other weights) = value.
+        value = share * largest_first[count:].sum() / (1 - count * share)
+        if largest_first[count] <= value:
             return weights if count == 0 else weights.double().clamp(max=value)
-    return torch.ones_like(falling)
+    return torch.ones_like(largest_first)
 
 
 def recombine_(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -> Tensor:
-    """Permute every unit over the models in place, as FedMR recombines them, at about the cost of
-    copying the rows once.
+    """Permute every unit over the models in place, as in FedMR.
 
-    Each unit draws its own uniform permutation pi of {1..K}, and result[k, unit] = rows[pi(k),
-    unit]. No number changes, and each unit of each model is used exactly once. Slices outside all
-    units stay where they are.
+    Each unit gets an independent uniform permutation pi of {1..K}, and result[k, unit] =
+    rows[pi(k), unit]. So each unit of each model is used exactly once. Slices outside all units
+    stay unchanged. The cost is about one copy of the rows.
 
     Args:
         rows: The models, `[K, P]`.
@@ -93,20 +91,21 @@ def recombine_(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) 
         source = torch.randperm(count, generator=generator)
         cycles = _cycles(source.tolist())
         for columns in unit:
-            if rows.is_cuda:  # one launch for all rows instead of one each
+            if rows.is_cuda:  # one kernel launch for all rows instead of one per row
                 rows[:, columns] = rows[:, columns].index_select(0, source.to(rows.device))
                 continue
             for cycle in cycles:
-                spare = rows[cycle[0], columns].clone()
+                first = rows[cycle[0], columns].clone()
                 for target, origin in pairwise(cycle):
                     rows[target, columns] = rows[origin, columns]
-                rows[cycle[-1], columns] = spare
+                rows[cycle[-1], columns] = first
     return rows
 
 
 def _cycles(source: list[int]) -> list[list[int]]:
-    """Return the cycles of a permutation, each as [k, source[k], source[source[k]], ...], without
-    those of length 1.
+    """Return the cycles of a permutation, [k, source[k], source[source[k]], ...].
+
+    Cycles of length 1 are omitted.
     """
     cycles, visited = [], [False] * len(source)
     for start in range(len(source)):
@@ -121,17 +120,16 @@ def _cycles(source: list[int]) -> list[list[int]]:
 
 
 def _blocks(rows: Tensor) -> Iterator[Tensor]:
-    """Iterate over views of `[K, P]`, some columns of all rows at a time."""
+    """Iterate over blocks of columns of `[K, P]`, as views."""
     return iter(rows.split(max(1, BLOCK // max(1, len(rows))), 1))
 
 
 def mean_cosine_similarity(rows: Tensor) -> Tensor:
-    """Return the mean of cos(rows[i], rows[j]) over all pairs i < j, in [-1, 1]: how alike the
-    models of a pool are.
+    """Return the mean cosine similarity of all pairs of models, in [-1, 1].
 
-    With u_k = rows[k] / |rows[k]| it is (|sum_k u_k|^2 - sum_k |u_k|^2) / (K (K - 1)): one pass
-    instead of one for each pair. A single model has 1, and a zero row has similarity 0 to all
-    others.
+    With u_k = rows[k] / |rows[k]| it is (|sum_k u_k|^2 - sum_k |u_k|^2) / (K (K - 1)), so that one
+    pass over the rows is enough. A single model has the value 1. A zero row has similarity 0 to all
+    other rows.
 
     Args:
         rows: The models, `[K, P]`.
@@ -154,7 +152,8 @@ def total_variance(rows: Tensor, since: Tensor | None = None) -> Tensor:
 
     Args:
         rows: The models, `[K, P]`.
-        since: Earlier models, `[K, P]`; the variance is then that of the differences from them.
+        since: Earlier models, `[K, P]`. With them, the function returns the variance of the
+            differences between both.
     """
     spread = torch.zeros((), dtype=rows.dtype, device=rows.device)
     origins: Iterator[Tensor | None] = repeat(None) if since is None else _blocks(since)
@@ -165,8 +164,9 @@ def total_variance(rows: Tensor, since: Tensor | None = None) -> Tensor:
 
 
 def squared_distances(rows: Tensor) -> Tensor:
-    """Return ||rows[i] - rows[j]||^2 as `[K, K]` for `rows [K, P]`, by differences, so that those
-    of near models are exact.
+    """Return the squared distances of all pairs of `rows [K, P]`, `[K, K]`.
+
+    They are computed from differences, so that they are exact for similar models.
     """
     count = len(rows)
     result = torch.zeros(count, count, dtype=rows.dtype, device=rows.device)
@@ -184,17 +184,17 @@ def mutate(
     skew: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """Fill rows with mutants of a model, as FedMut does.
+    """Fill rows with mutants of a model, as in FedMut.
 
-    For each tensor, half of the copies move by +1 times the direction and half by -1 + skew times
-    it, drawn anew. With an odd count the last copy stays the center. With skew 0 the copies' mean
-    is the center, up to rounding.
+    In each tensor, a random half of the copies moves by +1 times the direction, and the other half
+    by -1 + skew times the direction. With an odd number of copies, the last copy is the center.
+    With skew 0, the mean of the copies is the center, up to rounding.
 
     Args:
         center: The model, `[P]`.
-        direction: The direction of the moves, `[P]`.
+        direction: The direction of the changes, `[P]`.
         rows: Filled with the mutants, `[K, P]`.
-        tensors: Slices that mutate; all other slices stay those of the center.
+        tensors: Slices that mutate. All other slices equal the center.
         skew: Added to the negative factor.
         generator: Draws the factors.
 

@@ -1,4 +1,4 @@
-"""Several models that train in lock step: one batched forward and one backward for all of them."""
+"""Several models in lock step, with one batched forward and backward pass."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,33 +20,36 @@ from fedloom.flat.module import (
     data_loss,
     piece,
 )
-from fedloom.flat.vmap_modes import dropout_of, stacked_autocast
+from fedloom.flat.vmap_modes import client_dropout, stacked_autocast
 from fedloom.training import Training
 
 
 class StackedModule(FlatModule):
-    """The task's architecture over k rows at once, with the interface of `FlatModule` and `[k,
-    ...]` for its `[1, ...]`.
+    """The task's architecture with k rows as weights, `[k, P]`.
 
-    The loss, written for one client, runs under `vmap` over the rows, with one backward pass of the
-    sum. Rows never mix, and share frozen parameters. `features` and `outputs` still take one row at
-    a time.
+    It has the interface of `FlatModule`, with `[k, ...]` instead of `[1, ...]`. The loss of one
+    client runs under `vmap` over the rows, with one backward pass of the sum. Rows are independent
+    of each other, and share frozen parameters. `features` and `outputs` accept one row at a time.
     """
 
-    _counts: Tensor  # integer buffers `[k, Z]`, in which batch norm counts its batches
-    # a selection of rows, and its copy on the counts' device
+    _counts: Tensor  # integer buffers, `[k, Z]`: batch norm counts its batches
+    # Selected rows, and their copy on the device of the counts.
     _moved_rows: tuple[Tensor, Tensor] | None = None
     _streams: Sequence[torch.Generator] = ()
 
     @cached_property
     def _layers(self) -> list[LinearLayer]:
-        """The linear layers whose gradients are products; empty for other modules."""
+        """The layers of a chain of linear layers. Empty for other modules."""
         linear = self.shortcuts.linear and self.objective.plain_cross_entropy
         return linear_layers(self.module, self.layout) if linear else []
 
     def begin(self, clients: int, streams: Sequence[torch.Generator]) -> None:
-        """Begin a cohort of `clients` clients. Dropout draws from `streams`, one per client;
-        without them no layer may draw.
+        """Begin a cohort.
+
+        Args:
+            clients: Number of clients.
+            streams: Random stream of each client for dropout. Without streams, layers must not draw
+                random numbers.
         """
         self._streams = streams
         self._counts = self.layout.flatten_integers(self.module).repeat(clients, 1)
@@ -54,8 +57,8 @@ class StackedModule(FlatModule):
             self._gradient = self._gradient.new_zeros(clients, self.layout.trainable)
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        all_move = len(self._moving) == len(self._slices)
-        folds = self._layers and all_move and FoldedSGD.covers(settings)
+        all_train = len(self._trained_slices) == len(self._slices)
+        folds = self._layers and all_train and FoldedSGD.covers(settings)
         return FoldedSGD(self._layers, settings, rate) if folds else None
 
     def uses_share(self, loss_fn: LossFn) -> bool:
@@ -67,18 +70,18 @@ class StackedModule(FlatModule):
         if not self.uses_share(loss_fn):
             return super().gradient(rows, batch, loss_fn, context)
         buffer = self._gradient[: len(rows)]
-        if len(self._moving) < len(self._slices):
+        if len(self._trained_slices) < len(self._slices):
             buffer.zero_()
         return self._by_layers(rows, batch, buffer), buffer
 
     def _by_layers(self, rows: Tensor, batch: Batch, into: Tensor) -> Tensor:
-        """Return the loss `[k]`, and write its gradient by the parameters that train `into [k, T]`."""
+        """Return the loss `[k]`, and write the gradient of trained parameters `into [k, T]`."""
 
-        def keep(entry: TensorSlice, delta: Tensor, x: Tensor) -> None:
-            if entry in self._moving:
+        def write(entry: TensorSlice, delta: Tensor, x: Tensor) -> None:
+            if entry in self._trained_slices:
                 matrix(into, entry).baddbmm_(delta.mT, x, beta=0)
 
-        return backward(self._layers, rows, batch, keep)
+        return backward(self._layers, rows, batch, write)
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
@@ -87,31 +90,31 @@ class StackedModule(FlatModule):
             buffer = self._gradient[: len(rows)]
             return self._by_layers(rows, batch, buffer), self.pieces(buffer)
         trained = {
-            entry.name: piece(rows, entry).detach().requires_grad_() for entry in self._moving
+            entry.name: piece(rows, entry).detach().requires_grad_()
+            for entry in self._trained_slices
         }
-        resting = {
+        fixed = {
             entry.name: piece(rows, entry).detach()
             for entry in self._slices
             if entry.name not in trained
         }
-        # Layers update their buffers in place. Under vmap batch norm does so only if its statistics
-        # are one contiguous block; a row's slice is none, and the update would be lost without a
-        # word.
+        # Layers update their buffers in place. Under vmap, batch norm silently loses the update
+        # unless its statistics are contiguous, and slices of rows are not.
         buffers = self.layout.slices[len(self._slices) :]
         statistics = {entry.name: piece(rows, entry).detach().contiguous() for entry in buffers}
         clients, counters = self._on_device(batch.clients), self.layout.integer_slices
         counts = self._counts[clients]
         integers = {entry.name: piece(counts, entry).to(entry.dtype) for entry in counters}
 
-        def loss_of_one(
+        def client_loss(
             tensors: Context, inputs: Tensor, labels: Tensor, client_context: Context
         ) -> Tensor:
             net = self.net.with_tensors(tensors)
             return loss_fn(net, Batch(inputs, labels, batch.step), client_context)
 
-        tensors = {**trained, **resting, **statistics, **integers}
-        with dropout_of(self._drawing(batch.clients)), stacked_autocast(self.autocast):
-            losses = vmap(loss_of_one)(tensors, batch.inputs, batch.labels, dict(context))
+        tensors = {**trained, **fixed, **statistics, **integers}
+        with client_dropout(self._client_streams(batch.clients)), stacked_autocast(self.autocast):
+            losses = vmap(client_loss)(tensors, batch.inputs, batch.labels, dict(context))
         gradients = torch.autograd.grad(
             losses.sum(), list(trained.values()), materialize_grads=True
         )
@@ -122,14 +125,15 @@ class StackedModule(FlatModule):
             self._counts[clients] = torch.cat(columns, 1)
         return losses.detach().to(rows), gradients
 
-    def _drawing(self, clients: Rows | None) -> Sequence[torch.Generator]:
+    def _client_streams(self, clients: Rows | None) -> Sequence[torch.Generator]:
         if clients is None or not self._streams:
             return self._streams
         return [self._streams[row] for row in torch.arange(len(self._streams))[clients].tolist()]
 
     def _on_device(self, clients: Rows | None) -> Rows:
-        """Return the clients' row numbers on the device of the counts, copied once for all steps of
-        the same clients.
+        """Return the row numbers of the clients on the device of the counts.
+
+        They are copied once for all steps of the same clients.
         """
         if not isinstance(clients, Tensor):
             return slice(None) if clients is None else clients

@@ -1,6 +1,4 @@
-"""Dropout and mixed precision of many clients that pass forward together, under `vmap`, and mixed
-precision of one.
-"""
+"""Dropout and mixed precision of clients under `vmap`, and mixed precision of one client."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,15 +13,15 @@ from torch.utils._pytree import tree_map_only
 from fedloom.flat.device import moved
 
 _SHARED_AXES = {F.dropout: None, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
-"""Count of trailing axes of a sample that share one draw (None: each number has its own)."""
+"""Number of trailing axes of a sample that share one draw (None: each value has its own draw)."""
 
 
-def dropout_of(streams: Sequence[torch.Generator]) -> AbstractContextManager[Any]:
+def client_dropout(streams: Sequence[torch.Generator]) -> AbstractContextManager[Any]:
     """Draw the dropout masks of row k under `vmap` from the k-th stream, inside the block.
 
-    A stream gives a client the masks of torch's global generator of the same seed, on the CPU and
-    in the usual memory order; on CUDA or with the channels last, torch draws other masks of the
-    same law. Without streams `vmap` refuses layers that draw.
+    On the CPU and in contiguous memory format, a stream gives the same masks as torch's global
+    generator with the same seed. On CUDA or with channels last, torch draws different masks from
+    the same distribution. Without streams, `vmap` refuses layers that draw random numbers.
     """
     return _Dropout(streams) if streams else nullcontext()
 
@@ -61,8 +59,9 @@ class _Dropout(TorchFunctionMode):
 
 
 class _Masks(torch.autograd.Function):
-    """Masks of several clients, 0 with chance p, else 1 / (1 - p): the rule for `vmap` sees all of
-    them.
+    """Dropout masks: 0 with probability p, otherwise 1 / (1 - p).
+
+    The rule for `vmap` creates the masks of all clients.
     """
 
     @staticmethod
@@ -95,33 +94,34 @@ def _mask(like: Tensor, shape: tuple[int, ...], p: float, stream: torch.Generato
 
 
 _SHORT = frozenset({
-    F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
-    F.scaled_dot_product_attention, torch.einsum, torch.matmul, torch.mm, torch.bmm, torch.mv, torch.addmm, torch.baddbmm,
-    Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm,
+    F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d,
+    F.conv_transpose3d, F.scaled_dot_product_attention, torch.einsum, torch.matmul, torch.mm,
+    torch.bmm, torch.mv, torch.addmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__,
+    Tensor.__rmatmul__, Tensor.mm, Tensor.bmm,
 })  # fmt: skip
-"""Functions that compute in the short type, as in torch's autocast."""
+"""Functions that compute in the type of autocast, as in torch."""
 
 _LONG = frozenset({
-    F.cross_entropy, F.nll_loss, F.kl_div, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits,
-    F.log_softmax, F.softmax, torch.log_softmax, torch.softmax, Tensor.log_softmax, Tensor.softmax, torch.logsumexp,
-    Tensor.logsumexp, F.layer_norm, F.group_norm, F.normalize, F.cosine_similarity, F.softplus, F.pairwise_distance,
-    torch.exp, Tensor.exp, torch.log, Tensor.log, torch.norm, Tensor.norm, torch.pow, Tensor.pow, Tensor.__pow__,
-    torch.sum, Tensor.sum, torch.prod, Tensor.prod, torch.cumsum, Tensor.cumsum,
+    F.cross_entropy, F.nll_loss, F.kl_div, F.mse_loss, F.l1_loss, F.smooth_l1_loss,
+    F.binary_cross_entropy_with_logits, F.log_softmax, F.softmax, torch.log_softmax, torch.softmax,
+    Tensor.log_softmax, Tensor.softmax, torch.logsumexp, Tensor.logsumexp, F.layer_norm,
+    F.group_norm, F.normalize, F.cosine_similarity, F.softplus, F.pairwise_distance, torch.exp,
+    Tensor.exp, torch.log, Tensor.log, torch.norm, Tensor.norm, torch.pow, Tensor.pow,
+    Tensor.__pow__, torch.sum, Tensor.sum, torch.prod, Tensor.prod, torch.cumsum, Tensor.cumsum,
 })  # fmt: skip
-"""Functions that compute in float32, likewise."""
+"""Functions that compute in float32, as in torch."""
 
 
 def autocast(kind: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Compute one model's forward pass and loss in `kind` (None: in none); weights change, so none
-    are cached.
+    """Compute one model's forward pass and loss in the type `kind`, unless it is None.
+
+    Cast weights are not cached, because the weights change in every step.
     """
     return nullcontext() if kind is None else torch.autocast(device.type, kind, cache_enabled=False)
 
 
 def stacked_autocast(kind: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Do the same for models under `vmap`, which torch's autocast does not see: vmap's rules run
-    before it.
-    """
+    """Do the same for models under `vmap`, on which torch's autocast has no effect."""
     return nullcontext() if kind is None else _Autocast(kind)
 
 
