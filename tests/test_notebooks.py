@@ -1,4 +1,4 @@
-"""The notebooks of the gallery: each runs from its first cell to its last, and shows what it shows
+"""The notebooks of the documentation: each runs from its first cell to its last, and shows what it shows
 on the page.
 """
 
