@@ -380,7 +380,7 @@ def test_a_changed_figure_of_the_newest_rounds_falls_back_to_the_checkpoint_befo
     path.write_text("".join([*lines[:4], lines[4].replace('"loss": ', '"loss": 1')]))
     repeated = federation(tmp_path)
     assert repeated.finished == 4
-    (notice,) = repeated.notices
+    (notice,) = other_notices(repeated.notices)
     assert (
         "metrics.jsonl has changed since it was written, up to round 5: continuing after round 4"
         in notice

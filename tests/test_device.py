@@ -59,14 +59,15 @@ def test_devices_are_found_by_name(two_gpus: None) -> None:
     cpu, gpu_0, gpu_1 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
     assert devices == {"cpu": cpu, "cuda": gpu_0, "cuda:1": gpu_1, "auto": gpu_0}
     with pytest.raises(
-        InvalidValue, match=r"^there is no device 'cuda:2' here \(there are: cpu, cuda:0, cuda:1\)$"
+        InvalidValue,
+        match=r"^device 'cuda:2' does not exist on this machine \(available: cpu, cuda:0, cuda:1\)$",
     ):
         find_device("cuda:2")
 
 
 def test_a_device_that_is_not_here_is_refused_in_one_line(no_gpu: None) -> None:
     assert find_device("auto") == torch.device("cpu")
-    line = r"^there is no device 'cuda' here \(there are: cpu\)$"
+    line = r"^device 'cuda' does not exist on this machine \(available: cpu\)$"
     for refused in (
         lambda: find_device("cuda"),
         lambda: make_task("digits", device="cuda"),

@@ -142,7 +142,7 @@ class WorkDone:
     """The answer to a `Work`.
 
     Attributes:
-        results: Results of the clients. Those of training are in the order of the jobs.
+        results: Results of the clients. Results of training are in the order of the jobs.
         notices: New warnings for the user.
         folded: Aggregate of the block, if it was folded.
     """

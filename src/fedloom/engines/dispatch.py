@@ -288,7 +288,15 @@ class WorkerEngine(LocalEngine, FoldingEngine):
     def train(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], fold: Exchange | None = None
     ) -> Iterator[Result]:
-        """Train the clients. Workers fold whole blocks if all clients receive the same message."""
+        """Train the clients in the workers.
+
+        Args:
+            pipeline: Pipeline of the round.
+            round: The round.
+            jobs: Jobs of the clients.
+            fold: Record of the round. Workers then fold whole blocks of slots, if all clients
+                receive the same message and there are enough blocks.
+        """
         expected = pipeline.expected(round)
         slots = [job.slot + 1 for job in jobs if job.slot is not None]
         size = pipeline.block_size

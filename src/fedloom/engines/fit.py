@@ -19,7 +19,7 @@ def require_fit(module: nn.Module, dataset: Dataset, samples: Samples) -> None:
     Args:
         module: The model. The check uses a copy with the same parameters.
         dataset: The data set, with its objective and classes.
-        samples: Training samples. Without samples there is no check.
+        samples: Training samples. Without samples nothing is checked.
 
     Raises:
         InvalidValue: If the model does not accept the samples, or the loss does not accept the

@@ -153,7 +153,7 @@ def _require_plain_results(
 ) -> None:
     """Raise `InvalidValue` if clients that train one after another differ from plain PyTorch.
 
-    Rounding differences are allowed. There is no other way to train these clients.
+    Rounding differences are allowed. This way of training has no fallback.
     """
     # Optimizers such as Adam amplify rounding: compare with SGD.
     simple = replace(training, optimizer="sgd", optimizer_options={}, momentum=0.0)

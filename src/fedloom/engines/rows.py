@@ -201,7 +201,12 @@ class RowsEngine(LocalEngine):
         return global_stream(round.seed, "layers", round=round.number, client=client, device=device)
 
     def cohort(self, round: Round, jobs: Sequence[Job]) -> Cohort:
-        """Return the cohort of a chunk of clients."""
+        """Return the cohort of a chunk of clients.
+
+        Args:
+            round: The round.
+            jobs: Jobs of the clients.
+        """
         clients = [job.client for job in jobs]
         return Cohort(
             clients,

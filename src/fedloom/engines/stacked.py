@@ -42,7 +42,7 @@ They are the download, weights, velocity, gradient, and tensors of the method.
 
 @engines.register("stacked")
 class StackedEngine(RowsEngine):
-    """Trains clients in lock step. Results equal those of the rows engine to float tolerance.
+    """Trains clients in lock step. Results are equal to the rows engine to float tolerance.
 
     Clients of similar sizes share a chunk, so that few clients wait for others. If models of the
     task or clients of the method cannot be stacked, clients train one after another, and a notice
@@ -145,7 +145,12 @@ def unstackable_method(methods: Iterable[Method]) -> str | None:
 
 @torch.enable_grad()
 def default_chunk(task: Task, flat_module: FlatModule) -> int:
-    """Return the number of models that fit into the CPU's caches or the GPU's free memory."""
+    """Return the number of models that fit into the CPU's caches or the GPU's free memory.
+
+    Args:
+        task: Data, model and local training.
+        flat_module: The task's module, with which memory is measured on a GPU.
+    """
     if task.initial.is_cuda:
         free, _ = torch.cuda.mem_get_info(task.initial.device)
         return max(1, int(SHARE_OF_MEMORY * free / bytes_of_training(task, flat_module)))
@@ -158,6 +163,10 @@ def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
 
     It needs `ROWS_HELD` rows and the activations that autograd saves. The function runs a forward
     and backward pass to measure the activations.
+
+    Args:
+        task: Data, model and local training.
+        flat_module: The task's module.
     """
     count = 2 if flat_module.needs_pairs else 1
     samples = task.train[:count]

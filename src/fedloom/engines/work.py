@@ -38,7 +38,12 @@ def has_cores(task: Task) -> bool:
 
 
 def most_workers(task: Task, schedule: Schedule | None) -> int:
-    """Return the number of PyTorch's threads, or of clients in a round if it is smaller."""
+    """Return the largest useful number of workers: one per thread of PyTorch and per client.
+
+    Args:
+        task: The task.
+        schedule: Participation, or None if all clients train in each round.
+    """
     clients = task.clients if schedule is None else schedule.participants(task.clients)
     return min(torch.get_num_threads(), clients)
 
@@ -88,7 +93,7 @@ def using_threads(threads: int | None) -> Iterator[None]:
 def step_multiply_adds(task: Task) -> int:
     """Return the number of multiply-adds of a client's step on a full batch.
 
-    The backward pass counts twice as much as the forward pass.
+    A backward pass counts as two forward passes.
     """
     require_fit(task.model, task.dataset, task.train)
     forward = multiply_adds(task.model, task.dataset.prepare(task.train.inputs[:1]))

@@ -27,7 +27,7 @@ def start_python(
 
     Args:
         arguments: Arguments of the interpreter.
-        environment: Variables in addition to those of this process.
+        environment: Additional variables. The process also has the variables of this process.
         descriptors: File descriptors that the process inherits.
     """
     return subprocess.Popen(
@@ -50,7 +50,7 @@ def start_worker(
     Args:
         program: Python code to execute. It must call `join_parent` first.
         threads: Number of threads of the worker.
-        environment: Variables in addition to those of this process.
+        environment: Additional variables. The worker also has the variables of this process.
         descriptors: File descriptors that the worker inherits.
 
     Returns:

@@ -57,13 +57,19 @@ def find_device(name: str) -> torch.device:
     device = {"auto": devices[min(1, len(devices) - 1)], "cuda": "cuda:0"}.get(name, name)
     if device not in devices:
         raise InvalidValue(
-            f"there is no device {quoted(name)} here (there are: {', '.join(devices)})"
+            f"device {quoted(name)} does not exist on this machine (available: "
+            f"{', '.join(devices)})"
         )
     return torch.device(device)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`. Copies from the CPU to a GPU are asynchronous."""
+    """Return a tensor on another device. Copies from the CPU to a GPU are asynchronous.
+
+    Args:
+        tensor: The tensor.
+        device: The target. The tensor itself is returned if it is already there.
+    """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

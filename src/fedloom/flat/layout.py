@@ -172,7 +172,12 @@ class Layout:
 
     @torch.no_grad()
     def load_integers(self, module: nn.Module, integers: Tensor) -> None:
-        """Copy an integer row, `[Z]`, into the module's integer and boolean buffers."""
+        """Copy an integer row into the module.
+
+        Args:
+            module: A module of this architecture.
+            integers: Integer and boolean buffers, `[Z]`.
+        """
         tensors = _tensors(module)
         for entry in self.integer_slices:
             tensors[entry.name].copy_(integers[entry.slice].view(entry.shape))
@@ -182,9 +187,13 @@ class Layout:
         return {entry.name: row[entry.slice].view(entry.shape) for entry in self.slices}
 
     def bind(self, module: nn.Module, row: Tensor) -> None:
-        """Make all floating-point tensors of a `shell` views of `row [P]`.
+        """Make all floating-point tensors of a module views of a row.
 
         Training of the module then changes the row.
+
+        Args:
+            module: Result of `shell`.
+            row: The row, `[P]`.
         """
         tensors = _tensors(module)
         for entry in self.slices:

@@ -140,7 +140,15 @@ def _forward(layers: Sequence[LinearLayer], rows: Tensor, inputs: Tensor) -> lis
 
 
 def matrix(rows: Tensor, entry: TensorSlice) -> Tensor:
-    """Return a view of a weight in all rows, `[k, out, in]`, or of a bias, `[k, out, 1]`."""
+    """Return a view of one tensor in all rows.
+
+    Args:
+        rows: The models, `[k, P]`.
+        entry: Position of a weight or a bias.
+
+    Returns:
+        `[k, out, in]` for a weight, `[k, out, 1]` for a bias.
+    """
     return rows[:, entry.slice].view(len(rows), entry.shape[0], -1)
 
 

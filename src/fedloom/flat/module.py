@@ -494,7 +494,12 @@ class FlatModule:
 
 
 def piece(rows: Tensor, entry: TensorSlice) -> Tensor:
-    """Return a view of one tensor in all rows, `[k, *shape]`."""
+    """Return a view of one tensor in all rows, `[k, *shape]`.
+
+    Args:
+        rows: The models, `[k, T or more]`.
+        entry: Position of the tensor.
+    """
     return rows[:, entry.slice].view(len(rows), *entry.shape)
 
 

@@ -113,9 +113,13 @@ _LONG = frozenset({
 
 
 def autocast(kind: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Compute one model's forward pass and loss in the type `kind`, unless it is None.
+    """Compute one model's forward pass and loss in another type, inside the block.
 
     Cast weights are not cached, because the weights change in every step.
+
+    Args:
+        kind: Type of operations that allow it. None changes nothing.
+        device: Device of the model.
     """
     return nullcontext() if kind is None else torch.autocast(device.type, kind, cache_enabled=False)
 

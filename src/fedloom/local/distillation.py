@@ -34,5 +34,11 @@ def divergence(
 
 @torch.no_grad()
 def teacher_outputs(net: Observed, row: Tensor, batch: Batch) -> Tensor:
-    """Return the prediction of the model `row [P]` on the batch, in evaluation mode."""
+    """Return the teacher's prediction on a batch, in evaluation mode.
+
+    Args:
+        net: The student. The teacher has the same architecture.
+        row: Weights of the teacher, `[P]`.
+        batch: Samples, `[b, ...]`.
+    """
     return prediction(net.at(row)(batch.inputs))

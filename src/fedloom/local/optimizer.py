@@ -172,7 +172,12 @@ class LocalOptimizer:
 
 
 def clipped(gradient: Tensor, limit: float) -> Tensor:
-    """Scale rows of a gradient, `[k, T]`, with a norm above `limit` to this norm."""
+    """Clip the norm of each client's gradient.
+
+    Args:
+        gradient: Gradients, `[k, T]`.
+        limit: Largest norm.
+    """
     norm = gradient.norm(dim=1, keepdim=True)
     scaled: Tensor = gradient * (limit / (norm + 1e-6)).clamp(max=1.0)
     return scaled

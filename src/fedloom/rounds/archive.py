@@ -41,11 +41,11 @@ class Archive:
     """Logs and checkpoints of a federation.
 
     Args:
-        directory: Folder of the run. None keeps the logs in memory, and saves no checkpoints.
+        directory: Folder of the run. None stores the logs in memory, and saves no checkpoints.
         identity: Text that identifies the run. Checkpoints of other runs are refused.
-        engine: Has the clients' memory.
+        engine: Provides the clients' memory.
         pools: Files of large matrices.
-        observers: Have logs of their own.
+        observers: Record data of each round in additional logs.
 
     Attributes:
         checkpoints: Checkpoints in the directory, if any.
@@ -71,7 +71,13 @@ class Archive:
         return self._logs[name].read()
 
     def append(self, record: Record, timing: Record, clients: Record | None) -> None:
-        """Write the lines of a round: its figures, its times, and figures by client if any."""
+        """Write the lines of a round.
+
+        Args:
+            record: Figures of the round.
+            timing: Times of the round.
+            clients: Figures by client, or None if the round has not measured them.
+        """
         for log, line in zip(self._logs.values(), (record, timing, clients), strict=True):
             if line is not None:
                 log.append(line)

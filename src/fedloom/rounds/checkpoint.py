@@ -139,7 +139,12 @@ def _under(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
 
 
 def below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
-    """Return the entries with names that begin with `prefix`, without the prefix."""
+    """Return the entries with names that begin with a prefix.
+
+    Args:
+        prefix: The prefix. It is removed from the names.
+        named: Entries by name.
+    """
     return {
         name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
     }
@@ -169,7 +174,15 @@ class RoundLog:
         return str(self._digest.hexdigest())
 
     def require(self, finished: int, digest: str | None) -> None:
-        """Raise `DamagedCheckpoint` unless the lines up to round `finished` have this digest."""
+        """Check the lines of the log.
+
+        Args:
+            finished: Last round of the lines that are checked.
+            digest: Expected digest of these lines.
+
+        Raises:
+            DamagedCheckpoint: If the lines have another digest.
+        """
         if Checksum(b"".join(map(_line, self._until(finished)))).hexdigest() != digest:
             raise DamagedCheckpoint(
                 f"{self.path} has changed since it was written, up to round {finished}"

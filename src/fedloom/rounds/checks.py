@@ -136,7 +136,12 @@ def require_converging(task: Task, round: Round, model: Tensor, loss: float | No
 
 
 def diverged(round: Round, reason: str) -> Diverged:
-    """Return the error of a round in which training diverged, for the given reason."""
+    """Return the error of a round in which training diverged.
+
+    Args:
+        round: The failed round.
+        reason: How the divergence was detected.
+    """
     previous = round.number - 1
     model = f"the model of round {previous} remains" if previous else "there is no earlier model"
     rate = f"learning rate {round.learning_rate:g}"

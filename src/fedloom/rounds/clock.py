@@ -175,7 +175,12 @@ class Clock:
         return any(rate is not None for rate in (self.speed, self.down, self.up, self.trace))
 
     def device(self, seed: int, client: int) -> Device:
-        """Return a client's device, the same in every round."""
+        """Return the device of a client. It is the same in every round.
+
+        Args:
+            seed: Seed of the run.
+            client: Number of the client.
+        """
 
         def drawn(name: str, rate: Any) -> float:
             if isinstance(rate, str):

@@ -111,7 +111,12 @@ class Post:
         self.numbers, self.awaited, self.pools = numbers, awaited, pools
 
     def poll(self, pipeline: Pipeline, round: Round) -> Polled:
-        """Run the poll of the first part that has one in this round, before the selection."""
+        """Poll clients before the selection, if a part of the pipeline needs it.
+
+        Args:
+            pipeline: Pipeline of the round. Only its first part with a poll in this round is used.
+            round: The round, without selected clients.
+        """
         for part in pipeline.acting["poll"]:
             poll = part.poll(round)
             if poll is None:

@@ -187,9 +187,14 @@ def slot_blocks(jobs: Sequence[Job], round: Round, slots: int) -> dict[int, list
 
 
 def inbox_of(message: Message, index: int) -> Message:
-    """Return the message of receiver `index`, with tensors `[1, ...]`.
+    """Return the message for one receiver.
 
-    Tensors of a single row are the same for all receivers.
+    Args:
+        message: Tensors by name, with one row per receiver or one row for all receivers.
+        index: Number of the receiver.
+
+    Returns:
+        Tensors by name, `[1, ...]`.
     """
     return {
         name: rows[index : index + 1] if len(rows) > 1 else rows for name, rows in message.items()

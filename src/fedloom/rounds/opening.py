@@ -21,7 +21,7 @@ def opening(
     """Return the first round, before its selection, and the plan of a run.
 
     Args:
-        method: The expression as written.
+        method: The whole method, with all stages.
         task: Data, model and local training. Clients from number `trainers` on never train.
         schedule: Rounds and participation.
         trainers: Number of clients that train.
@@ -29,7 +29,7 @@ def opening(
         remote: True if clients are real sites.
 
     Raises:
-        InvalidValue: The schedule does not fit the method, the task or real sites.
+        InvalidValue: If the schedule does not fit the method, the task or real sites.
     """
     if schedule.clock.runs and remote:
         reason = "real sites use real time: remove the table [clock]"

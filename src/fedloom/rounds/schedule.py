@@ -74,14 +74,24 @@ class Patience:
         self._waited = 0
 
     def ends(self, number: int, figures: Mapping[str, Any]) -> bool:
-        """Return True if the figures of round `number` end the run."""
+        """Return True if the figures of a round end the run.
+
+        Args:
+            number: Number of the round.
+            figures: Its figures by name.
+        """
         return (
             self.stop.evaluations is not None
             and self._since(number, figures)[1] >= self.stop.evaluations
         )
 
     def update(self, number: int, figures: Mapping[str, Any]) -> None:
-        """Count the figures of round `number`, after it has succeeded."""
+        """Count the evaluation of a successful round.
+
+        Args:
+            number: Number of the round.
+            figures: Its figures by name.
+        """
         self.round = self.round or (number if self.ends(number, figures) else 0)
         self._best, self._waited = self._since(number, figures)
 

@@ -61,12 +61,16 @@ class Tally:
         return {name: float(value) for name, value in figures(objective, totals).items()}
 
     def figures(self, name: str, objective: Objective) -> dict[str, float]:
-        """Return the summary of these clients. The names of its figures begin with `name`.
+        """Return summary figures of these clients.
 
         `_accuracy` (or the task's other metric) and the other figures are over all samples, so they
         are means weighted by samples. `_accuracy_std` is the population standard deviation of the
         clients' accuracies. `_accuracy_worst` is the mean over the tenth of the clients (at least
         one) with the worst accuracy. Both give all clients the same weight.
+
+        Args:
+            name: Prefix of the figures' names.
+            objective: The task's objective.
 
         Source: FedALA, section 5.1, and its authors' code for the weighted mean and the deviation.
         """

@@ -40,7 +40,7 @@ _PROGRAM = "from fedloom.engines.processes.worker import main; main()"
 
 @engines.register("processes")
 class ProcessesEngine(WorkerEngine):
-    """Trains clients in worker processes. Results equal those of rows with the same threads.
+    """Trains clients in worker processes. Results are equal to `rows` with the same threads.
 
     The workers start once. The task's training samples are moved into shared memory. The workers
     read data, received models and the clients' memory from shared memory, and write trained models
@@ -54,7 +54,7 @@ class ProcessesEngine(WorkerEngine):
         threads: Number of threads per process.
         memory_budget: Bytes of client memory in this process.
         inside: With `stacked`, a worker trains several clients of similar sizes in lock step.
-            Results then equal those of rows to float tolerance. Clients train one by one if the
+            Results are then equal to `rows` to float tolerance. Clients train one by one if the
             model or the method cannot be stacked.
         chunk: Largest number of clients in a stack. By default it depends on the processor.
 
