@@ -1,4 +1,4 @@
-"""Formulas of docstrings as MathML, which browsers set without any script or font from elsewhere.
+"""Converts formulas of docstrings to MathML, which browsers set without scripts or remote fonts.
 
 A docstring writes `w <- w_t - eta * sum_i g_i^2` in plain text among its prose. A formula is what
 this grammar reads and what has an operator, an index or an exponent:
@@ -87,9 +87,7 @@ class _Reader:
         return int(self.peek().isspace())
 
     def attempt(self, read: Callable[[], str]) -> str:
-        """Return what `read` makes of the next tokens; empty, and nothing read, where it finds no
-        formula.
-        """
+        """Return the result of `read`, or "" without a change of position if there is no formula."""
         state = self.position, self.strong
         try:
             return read()

@@ -1,4 +1,4 @@
-"""How many lines of code each method takes, counted in its source."""
+"""Counts the lines of code of each method in its source."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
 def code_lines(source: str, name: str) -> int:
-    """Return the number of lines of code of the class `name`, with what it uses of the same file.
+    """Return the number of lines of code of the class `name` and of the code that it uses.
 
-    That is the functions, constants, bases and other classes of the file that the class names,
-    however deep, but no other registered method. Docstrings, comments, blank lines and imports do
-    not count.
+    Functions, constants, bases and classes of the same file count, also if they are used
+    indirectly. Other registered methods, docstrings, comments, blank lines and imports do not.
     """
     tree = ast.parse(source)
     definitions = {defined: node for node in tree.body for defined in _names(node)}

@@ -1,12 +1,15 @@
-"""What the documentation takes from the code when it is built: a hook of MkDocs.
+"""Generates parts of the documentation from the code: a hook of MkDocs.
 
-A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`,
-`[[partitions]]`, `[[label_noises]]`, `[[shifts]]`, `[[models]]`, `[[objectives]]`, `[[recorders]]`
-and `[[trackers]]` by all there is of each, `[[methods]]` by a table of every method, `[[moments]]`
-by a table of the moments of a round, `[[lengths]]` by the lines of code of each method,
-`[[ledger]]` by what is recorded of the papers' tables and figures, and `[[file:
-benchmarks/RESULTS.md]]` by a file of the repository, whose links lead to pages. So a new method is
-in the documentation without another edit. Within a line, `[[= a^2 + b]]` is set as a formula.
+Lines of a page are replaced as follows, so that a new method needs no edit of a page:
+
+- `[[methods: personal]]`: all methods of a family; `[[methods]]`: a table of all methods
+- `[[datasets]]`, `[[partitions]]`, `[[label_noises]]`, `[[shifts]]`, `[[models]]`,
+  `[[objectives]]`, `[[recorders]]`, `[[trackers]]`: all entries of a registry
+- `[[moments]]`: the moments of a round; `[[lengths]]`: the lines of code of each method
+- `[[ledger]]`: the state of the papers' tables and figures
+- `[[file: benchmarks/RESULTS.md]]`: a file of the repository, with its links turned into page links
+
+Within a line, `[[= a^2 + b]]` is set as a formula.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ _SIGNS = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """MkDocs calls this for each page."""
+    """Fill the markers of a page. MkDocs calls this for each page."""
     markdown = re.sub(
         r"\[\[= (.+?)\]\]", lambda formula: with_formulas(formula[1], _prose), markdown
     )
@@ -85,14 +88,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The theme fetches from elsewhere what searching from disk needs; this site brings its own."""
+    """Replace the remote script for searching from disk by a local copy."""
     return output.replace(
         _ELSEWHERE, f'<script src="{"../" * page.url.count("/")}assets/worker.js"></script>'
     )
 
 
 def on_post_template(output_content: str, **_: Any) -> str:
-    """The same for the page that says that a page is missing."""
+    """Remove the remote script from the page for missing pages."""
     return output_content.replace(_ELSEWHERE, "")
 
 
@@ -107,7 +110,7 @@ def _filled(kind: str, which: str | None) -> str:
         return to_markdown(ledger(ROOT / "benchmarks" / "records" / "papers"))
     if kind == "file" and which is not None:
         text = (ROOT / which).read_text(encoding="utf-8")
-        body = text.partition("\n")[2].strip()  # the page has a title of its own
+        body = text.partition("\n")[2].strip()  # the page has its own title
         return re.sub(
             r"\[([^]]*)\]\(([^)#:]+)(#[^)]*)?\)",
             lambda link: _page_link(link, (ROOT / which).parent),
@@ -118,9 +121,7 @@ def _filled(kind: str, which: str | None) -> str:
 
 
 def _page_link(link: re.Match[str], folder: Path) -> str:
-    """Return a link of a file in `folder` as one to a page: the text alone where no page shows the
-    target.
-    """
+    """Turn a link of a file in `folder` into a page link, or into text if no page has the target."""
     text, target, anchor = link[1], (folder / link[2]).resolve(), link[3] or ""
     if target.is_relative_to(ROOT / "docs"):
         return f"[{text}]({target.relative_to(ROOT / 'docs')}{anchor})"
@@ -133,14 +134,14 @@ def _page_link(link: re.Match[str], folder: Path) -> str:
 
 
 def family(name: str) -> list[Entry[type[Method]]]:
-    """The methods of a family, by name."""
+    """Return the methods of a family, by name."""
     if name not in FAMILIES:
         raise KeyError(f"there is no family of methods called {name!r}")
     return [entry for entry in algorithms if family_of(entry) == name]
 
 
 def overview() -> str:
-    """All methods, family by family, each with when to use it."""
+    """Return tables of all methods by family, with the cases for their use."""
     sections = []
     for name, title in FAMILIES.items():
         lines = [
@@ -161,7 +162,7 @@ def overview() -> str:
 
 
 def table_of_lengths() -> str:
-    """The lines of code of each method, and where the method comes from."""
+    """Return a table of the lines of code and the source of each method."""
     lines = [
         f"Half of the methods take at most {median()} lines.",
         "",
@@ -175,7 +176,7 @@ def table_of_lengths() -> str:
 
 
 def table_of_moments() -> str:
-    """The moments of a round with their hooks, and the registered parts that can act in them."""
+    """Return a table of the moments of a round, with hooks and the parts that can act in them."""
     by_hook = parts_by_hook()
     lines = ["| moment | hooks | runs at | parts |", "| --- | --- | --- | --- |"]
     for moment in MOMENTS:
@@ -202,7 +203,7 @@ class Doc:
 
 
 def described(entry: Entry[Any]) -> str:
-    """Everything about one entry."""
+    """Return the section of a page about one entry."""
     doc = Doc(entry)
     lines = [f"## {entry.name} {{#{entry.name}}}", f"**{typeset(doc.summary, entry.parameters)}**"]
     lines.append(f"```text\n{_wrapped(entry.name, signature(entry))}\n```")
@@ -234,7 +235,7 @@ def _parameters(entry: Entry[Any]) -> str:
     for name, parameter in entry.parameters.items():
         default = parameter.default
         if default is inspect.Parameter.empty:
-            text = "needed"
+            text = "required"
         elif repr(default) == "<factory>":
             text = "its own"
         elif isinstance(default, Method):
@@ -283,8 +284,9 @@ def _bound(bound: Any) -> str:
 
 
 def typeset(text: str, names: Iterable[str] = ()) -> str:
-    """Prose with plain formulae as Markdown that shows them as mathematics, in MathML; what stands
-    in backticks stays as it is, and so do `names` with an underscore.
+    """Return prose as Markdown with its plain formulas in MathML.
+
+    Text in backticks and `names` with an underscore stay unchanged.
 
     >>> typeset("`mu`: eta is w_t")
     '`mu`: η is <math><msub><mi>w</mi><mi>t</mi></msub></math>'
