@@ -87,7 +87,10 @@ class LocalEngine(Engine):
         self._initial_notices: list[str] | None = None
 
     def reset_notices(self) -> None:
-        """Remove the notices of earlier rounds. They were reported, or belong to another federation."""
+        """Remove the notices of earlier rounds.
+
+        They were reported already, or belong to another federation.
+        """
         if self._initial_notices is None:
             self._initial_notices = list(self.notices)
         self.notices = list(self._initial_notices)
@@ -205,7 +208,8 @@ def inspect_reply(
             received = _short(tensor.dtype)
             raise RefusedReply(
                 f"{kind}.train returned {name!r} as {received}, not {_short(dtype)}: convert it, "
-                f"such as {name}.to(inbox['model']), or set its TensorSpec in `expects` to {received}"
+                f"such as {name}.to(inbox['model']), or set its TensorSpec in `expects` to "
+                f"{received}"
             )
     _require_finite(tensors)
     if any(dtype is None for _, dtype in expected.values()):

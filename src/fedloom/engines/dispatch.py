@@ -179,7 +179,7 @@ class GroupQueue:
         self._deaths: Counter[int] = Counter()  # by id of the job
 
     def next_group(self) -> Group | None:
-        """Remove and return the next group. None if no group waits or its block is too far ahead."""
+        """Remove and return the next group. None if none waits, or its block is too far ahead."""
         if not self.waiting or self.waiting[0][0] >= min(self._unanswered) + self._span:
             return None
         return self.waiting.popleft()

@@ -38,7 +38,7 @@ from fedloom.training import Training
 SAMPLES, BATCH = (8, 5), 3
 """Sample counts of the two clients of the comparison, and their batch size.
 
-The batches have 3, 3, 2 and 3, 2 samples, so that the clients have short batches at different steps.
+The batches have 3, 3, 2 and 3, 2 samples: the clients have short batches at different steps.
 """
 
 RATE, CLIP = 0.05, 0.1

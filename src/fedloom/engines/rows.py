@@ -104,7 +104,7 @@ class RowsEngine(LocalEngine):
     def _results(
         self, pipeline: Pipeline, jobs: Sequence[Job], work: Callable[[Sequence[Job]], list[T]]
     ) -> Iterator[T]:
-        """Yield the results of `work` on chunks of clients. This engine has chunks of one client."""
+        """Yield the results of `work` on chunks of clients. Here each chunk has one client."""
         for job in jobs:
             yield from work([job])
 
@@ -195,7 +195,7 @@ class RowsEngine(LocalEngine):
         return list(zip(cohort.clients, rows, integers, strict=True))
 
     def _layer_stream(self, round: Round, jobs: Sequence[Job]) -> AbstractContextManager[None]:
-        """Seed torch's global generator, which layers such as dropout use, with the client's stream."""
+        """Seed torch's global generator with the client's stream, for layers such as dropout."""
         # Dropout in stacks has a stream per client. Other layers use the stream of the first one.
         client, device = jobs[0].client, self.task.initial.device
         return global_stream(round.seed, "layers", round=round.number, client=client, device=device)
@@ -224,7 +224,7 @@ class RowsEngine(LocalEngine):
 
 
 def joined_inbox(jobs: Sequence[Job]) -> Message:
-    """Join the inboxes of k clients, `[k, ...]` by name. Rows that all clients share are not copied."""
+    """Join the inboxes of k clients to tensors `[k, ...]`. Rows of all clients are not copied."""
     inbox = dict(jobs[0].inbox)
     for name, row in inbox.items() if len(jobs) > 1 else ():
         rows = [job.inbox[name] for job in jobs]

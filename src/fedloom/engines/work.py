@@ -54,7 +54,7 @@ def mean_steps(task: Task) -> float:
 
 
 def step_threads(task: Task) -> int:
-    """Return the number of threads for a client's step: PyTorch's number, or one for small steps."""
+    """Return the number of threads for a step: PyTorch's number, or one for small steps."""
     return torch.get_num_threads() if step_multiply_adds(task) >= SHARED_STEP else 1
 
 

@@ -257,7 +257,7 @@ class Layout:
         return self.unit(lambda entry: entry.layer in layers)
 
     def unit(self, belongs: Callable[[TensorSlice], bool]) -> Unit:
-        """Return the slices of all tensors for which `belongs` is true. Adjacent slices are merged."""
+        """Return the slices of tensors for which `belongs` is true. Adjacent slices are merged."""
         merged: list[slice] = []
         for entry in self.slices:
             if not belongs(entry):
@@ -310,8 +310,8 @@ def require_no_tensor_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise InvalidValue(
-                f"parameter {name!r} of the model has a hook, but copies of the model lose hooks of "
-                "parameters: use register_full_backward_hook of its module"
+                f"parameter {name!r} of the model has a hook, but copies of the model lose hooks "
+                "of parameters: use register_full_backward_hook of its module"
             )
 
 

@@ -24,7 +24,7 @@ AHEAD = 1 << 23
 """Number of input values that are gathered at once for several steps (32 MiB as floats)."""
 
 Epochs = Iterable[tuple[Tensor, list[int]]]
-"""For each epoch the order of a client's samples and the sizes of its batches (`training.Passes`)."""
+"""Order of a client's samples and sizes of its batches for each epoch (`training.Passes`)."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ClientLoader:
         inputs.copy_(self.dataset.prepare(raw if drawn is None else apply_flip_crop(raw, drawn)))
 
     @cached_property
-    def like(self) -> Tensor:
+    def empty_inputs(self) -> Tensor:
         """An empty tensor, `[0, ...]`, with shape and type of prepared inputs."""
         return self.dataset.prepare(self.samples.inputs[:0])
 
@@ -237,8 +237,8 @@ def _batches(
         # A list of sizes, because `split(0)` returns one part for any number of empty batches.
         sizes = [size] * min(at_once, steps - done)
         count = sum(sizes)
-        like, targets = loader.like, loader.samples.labels
-        inputs = like.new_empty(len(sources), count, *like.shape[1:])
+        empty, targets = loader.empty_inputs, loader.samples.labels
+        inputs = empty.new_empty(len(sources), count, *empty.shape[1:])
         labels = targets.new_empty(len(sources), count, *targets.shape[1:])
         shares = [
             plan.share[start + done * size :][:count]

@@ -33,7 +33,7 @@ class Observed(Net):
 
 
 LossChange = Callable[[Tensor, Observed, Batch, Mapping[str, Tensor]], Tensor]
-"""(loss on a batch, model with `features` and `outputs`, batch, context of the client) -> new loss."""
+"""(loss on a batch, model with `features` and `outputs`, batch, client's context) -> new loss."""
 
 
 class ChangedLoss:

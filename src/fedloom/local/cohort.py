@@ -145,7 +145,7 @@ class Cohort:
         return list(self._samples)
 
     def in_order(self, size: int = FEATURES_AT_ONCE) -> list[Iterator[Batch]]:
-        """Return each client's training samples, prepared and in stored order, in batches `[b, ...]`.
+        """Return each client's prepared training samples in stored order, in batches `[b, ...]`.
 
         Args:
             size: Number of samples in a batch. The last batch may be shorter.
@@ -195,8 +195,8 @@ class Cohort:
 
         The check reads no samples. `method` is the method that changes or deploys the classifier.
         """
-        like = self._loaders[0].like
-        inputs = like.new_empty(2, *like.shape[1:])
+        empty = self._loaders[0].empty_inputs
+        inputs = empty.new_empty(2, *empty.shape[1:])
         numbers = torch.zeros_like(inputs)
         if inputs.is_floating_point():
             numbers = torch.linspace(0, 1, inputs.numel()).to(inputs).view(inputs.shape)
@@ -275,7 +275,7 @@ class Cohort:
 
     def _passes(self, **options: Unpack[PassOptions]) -> Passes:
         """Return the number of epochs or steps. Options of the method override the settings."""
-        smallest = self.flat_module.smallest_batch(self._loaders[0].like)
+        smallest = self.flat_module.smallest_batch(self._loaders[0].empty_inputs)
         return self.training.passes(**options, smallest=smallest)
 
     def _lock_steps(

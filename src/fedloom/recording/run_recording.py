@@ -23,7 +23,7 @@ from fedloom.recording.recorder import (
 )
 from fedloom.records import INTEGERS, Replies
 from fedloom.round import Round
-from fedloom.rounds.checkpoint import RoundLog, below
+from fedloom.rounds.checkpoint import RoundLog, entries_below
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
@@ -187,7 +187,7 @@ class Recording:
 
     def _models(self, name: str, number: int) -> dict[str, Tensor]:
         if self.directory is None:
-            return below(f"{name}/", self._tensors[number])
+            return entries_below(f"{name}/", self._tensors[number])
         return recorded_tensors(self.directory, name, number)
 
 
@@ -207,7 +207,9 @@ def recorded_tensors(directory: Path, recorder: str, number: int) -> dict[str, T
     Raises:
         DamagedCheckpoint: The file cannot be read.
     """
-    return below(f"{recorder}/", read_tensors(models_file(directory, number), round=str(number))[0])
+    return entries_below(
+        f"{recorder}/", read_tensors(models_file(directory, number), round=str(number))[0]
+    )
 
 
 def _exchanges(jobs: Sequence[Job], replies: Replies) -> list[ClientExchange]:

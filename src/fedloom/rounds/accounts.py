@@ -24,7 +24,7 @@ class Accounts:
             self._ledger = ReleaseLedger(directory / RELEASED, identity)
 
     def _accounted(self) -> Iterator[tuple[str, Accounted]]:
-        """Yield the parts that spend privacy budget, with their names in the ledger (depth.name)."""
+        """Yield the parts that spend privacy budget, with their names in the ledger."""
         for depth, component in enumerate(components(self._method)):
             if isinstance(component, Accounted):
                 yield f"{depth}.{name_of(component)}", component

@@ -65,8 +65,10 @@ class Checkpoints:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then remove all others except the previous one."""
-        tensors = _under("server/", checkpoint.server) | _under("clients/", checkpoint.clients)
-        entries = _under("log ", checkpoint.logs) | _under("pool ", checkpoint.pools)
+        tensors = _add_prefix("server/", checkpoint.server) | _add_prefix(
+            "clients/", checkpoint.clients
+        )
+        entries = _add_prefix("log ", checkpoint.logs) | _add_prefix("pool ", checkpoint.pools)
         metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run, **entries}
         path = self.directory / _file_name(checkpoint.round)
         write_tensors(path, tensors, metadata)
@@ -124,9 +126,12 @@ class Checkpoints:
             raise DamagedCheckpoint(
                 f"{path} contains round {metadata['round']}, but has the name of another round"
             )
-        state = below("server/", tensors), below("clients/", tensors)
+        state = entries_below("server/", tensors), entries_below("clients/", tensors)
         return Checkpoint(
-            int(metadata["round"]), *state, below("log ", metadata), below("pool ", metadata)
+            int(metadata["round"]),
+            *state,
+            entries_below("log ", metadata),
+            entries_below("pool ", metadata),
         )
 
 
@@ -134,11 +139,11 @@ def _file_name(round: int) -> str:
     return f"checkpoint-{round:07d}.safetensors"
 
 
-def _under(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+def _add_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     return {f"{prefix}{name}": value for name, value in named.items()}
 
 
-def below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+def entries_below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     """Return the entries with names that begin with a prefix.
 
     Args:

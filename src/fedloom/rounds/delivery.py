@@ -86,7 +86,7 @@ class Delivery:
         return message_bytes(self.message) * receivers
 
 
-class Post:
+class Messenger:
     """Creates the jobs of a round, simulates their times, and collects the replies.
 
     Args:

@@ -48,7 +48,7 @@ BLOCK = 64
 MODELS = ("client", "personal", "new_client")
 """Prefixes of figures on the clients' own test data.
 
-They belong to the global model, the clients' own models, and the models of clients that never train.
+They belong to the global model, the clients' own models, and models of clients that never train.
 """
 
 
@@ -81,7 +81,8 @@ class Evaluation:
         if task.local_test is None and (schedule.personal_every or schedule.new_clients):
             option = "personal_every" if schedule.personal_every else "new_clients"
             raise InvalidValue(
-                f"{option} needs the clients' own test data: set local_test of the task, such as 0.25"
+                f"{option} needs the clients' own test data: set local_test of the task, "
+                "such as 0.25"
             )
         sizes = np.zeros(task.clients) if task.local_test is None else task.local_test.sizes
         with_data = np.flatnonzero(sizes)
@@ -207,7 +208,7 @@ class Evaluation:
         return {
             "clients": [self.numbers[client] for client in tally.clients.tolist()],
             "samples": tally.samples.tolist(),
-            metric: tally.each(self.task.objective)[metric].tolist(),
+            metric: tally.by_client(self.task.objective)[metric].tolist(),
         }
 
 

@@ -19,7 +19,7 @@ from fedloom.rounds.accounts import Accounts
 from fedloom.rounds.archive import Archive
 from fedloom.rounds.checkpoint import Checkpoints
 from fedloom.rounds.checks import checked_model, require_converging, require_message
-from fedloom.rounds.delivery import Delivery, Post
+from fedloom.rounds.delivery import Delivery, Messenger
 from fedloom.rounds.engine import Engine, Job, RemoteClients
 from fedloom.rounds.evaluation import (
     Evaluation,
@@ -115,7 +115,9 @@ class Federation:
             *clients_without_steps(self.task),
         ]
         awaited = self.schedule.participants(self.trainers)
-        self._post = Post(self.task, self.engine, self.schedule, self.numbers, awaited, self._pools)
+        self._messenger = Messenger(
+            self.task, self.engine, self.schedule, self.numbers, awaited, self._pools
+        )
 
     @property
     def checkpoints(self) -> Checkpoints | None:
@@ -239,15 +241,15 @@ class Federation:
         times = {"began": time.perf_counter()}
         pipeline = self.course.at(round.number)
         round = replace(round, closes=self.schedule.clock.closes(self._now))
-        polled = self._post.poll(pipeline, round)
+        polled = self._messenger.poll(pipeline, round)
         selection = pipeline.select(round)
         exchange = pipeline.open(replace(round, selected=selection.clients), selection)
         require_message(exchange, pipeline.algorithm)
-        delivery = self._post.address(pipeline, exchange, self.integers, self._now)
+        delivery = self._messenger.address(pipeline, exchange, self.integers, self._now)
         self._accounts.record(exchange)
         engine = self.engine
         under_way = engine.under_way if isinstance(engine, RemoteClients) else frozenset()
-        answers = self._post.deliver(pipeline, delivery, bool(self.observers))
+        answers = self._messenger.deliver(pipeline, delivery, bool(self.observers))
         times["trained"] = time.perf_counter()
         outcome = self._outcome(delivery, answers)
         times["observed"] = time.perf_counter()

@@ -50,7 +50,7 @@ class Tally:
         }
         return cls(clients[order], torch.cat([tally.samples for tally in tallies])[order], totals)
 
-    def each(self, objective: Objective) -> dict[str, Tensor]:
+    def by_client(self, objective: Objective) -> dict[str, Tensor]:
         """Return the figures of each client by name, `[n]` float64."""
         return figures(objective, {**self.totals, "samples": self.samples.double()})
 
@@ -75,7 +75,7 @@ class Tally:
         Source: FedALA, section 5.1, and its authors' code for the weighted mean and the deviation.
         """
         metric = objective.metric
-        values = self.each(objective)[metric.name]
+        values = self.by_client(objective)[metric.name]
         worst = values.sort(descending=not metric.higher_is_better).values[
             : math.ceil(WORST * len(self.clients))
         ]

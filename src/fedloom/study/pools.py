@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import cloudpickle
 
-from fedloom.engines.ray.driver import ending
+from fedloom.engines.ray.driver import reason_of_death
 from fedloom.engines.ray.session import DIED, LOCAL, has_room, join, leave, load_ray
 from fedloom.engines.work import using_threads
 from fedloom.engines.worker_life import start_worker
@@ -173,7 +173,10 @@ class RayPool(ProcessPool):
             try:
                 yield call, lost or self.ray.get(call)
             except self.ray.exceptions.RayError as error:
-                yield call, DIED if self.session.died else f"its worker died: {ending(error)}"
+                yield (
+                    call,
+                    DIED if self.session.died else f"its worker died: {reason_of_death(error)}",
+                )
 
     def close(self) -> None:
         self.ray.wait(

@@ -210,7 +210,10 @@ class RayEngine(WorkerEngine):
         """Return a text with the resources of an actor and of the cluster."""
         needs = f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
         free, total = self._ray.available_resources(), self._ray.cluster_resources()
-        return f"each needs {needs} on one node; the cluster has {_amounts(free)} free of {_amounts(total)}"
+        return (
+            f"each needs {needs} on one node; the cluster has {_amounts(free)} free of "
+            f"{_amounts(total)}"
+        )
 
     @property
     def processes(self) -> list[int]:
@@ -239,7 +242,7 @@ class ActorHandle(WorkerHandle):
         try:
             result = self.ray.get(self.call)
         except self.ray.exceptions.RayError as error:
-            raise WorkerDied(ending(error)) from None
+            raise WorkerDied(reason_of_death(error)) from None
         if not self.ready:
             return WorkDone((), ())
         answers: WorkDone | Exception = load(*result)
@@ -253,7 +256,7 @@ class ActorHandle(WorkerHandle):
                 return
 
 
-def ending(error: BaseException) -> str:
+def reason_of_death(error: BaseException) -> str:
     """Return the line of Ray's error with the reason for the end of an actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if any("creation task" in line for line in lines):
