@@ -1,4 +1,4 @@
-"""Pictures in folders, one folder a class, as cameras and scanners leave them.
+"""Train on pictures in folders, with one folder per class.
 
 python examples/image_folder.py
 """

@@ -1,5 +1,5 @@
-"""FedMR of LoRA adapters: eight clients adapt a frozen transformer to modules of Python's library
-that only they have.
+"""Recombine LoRA adapters by FedMR: eight clients adapt a frozen transformer to their own modules of
+Python's library.
 
 python examples/lora.py        # needs pip install -e '.[language]'
 """

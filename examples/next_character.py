@@ -1,5 +1,5 @@
-"""The next character, learned by whoever wrote a text: five authors, their texts in one file as in
-a play.
+"""Learn the next character of texts by five authors, who are the clients. The texts are in one file
+like a play.
 
 python examples/next_character.py
 """
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def top_3(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A metric of one's own: how often the next character is among the three likeliest."""
+    """Return the share of characters among the three most likely ones, a custom metric."""
     real = targets >= 0  # the end of a text is filled up
     return (outputs.topk(3).indices == targets.unsqueeze(2)).any(2)[real].double().mean()
 

@@ -1,5 +1,5 @@
-"""Data and a model of your own, from arrays to the saved model: two-stage FedMR over clients that
-are given.
+"""Train your own model on your own arrays with given clients, by two-stage FedMR, and load the saved
+model.
 
 Forty machines measure sixteen values each; a machine's sensors have their own offset and gain, and
 some states are rare on it.

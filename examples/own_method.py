@@ -1,6 +1,6 @@
-"""A method of your own, compared with two others.
+"""Compare your own method with two other methods.
 
-Each client carries on with a share of its own last displacement: a momentum that never leaves the
+Each client adds a share of its last displacement to its start: a momentum that never leaves the
 client.
 
     python examples/own_method.py
@@ -17,7 +17,7 @@ from fedloom.local.cohort import Cohort
 
 @algorithms.register("heavy_clients")
 class HeavyClients(fl.Algorithm):
-    """FedAvg whose clients carry on with a share of their own last displacement."""
+    """FedAvg with clients that add a share of their last displacement to their start."""
 
     share: float = 0.3
 
@@ -30,7 +30,7 @@ class HeavyClients(fl.Algorithm):
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # the model is small: threads would wait for each other
+    torch.set_num_threads(1)  # one thread is faster for a small model
     methods = ["fedavg", "heavy_clients", "stages(heavy_clients:15, fedmr)"]
     print(f"{'method':34} accuracy, % (2 seeds)   rounds to 70 %   kB up a round")
     for method in methods:

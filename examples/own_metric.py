@@ -1,4 +1,4 @@
-"""A regression judged by a metric of your own: how far diabetes gets within a year, right to within
+"""Evaluate a regression by your own metric: the share of predictions of diabetes progression within
 50 points.
 
 python examples/own_metric.py
@@ -19,7 +19,7 @@ from fedloom.objectives.regression import Regression
 
 @dataclass(frozen=True)
 class WithinReach(Regression):
-    """A regression judged by the share of predictions that are not further off than `reach`."""
+    """A regression with the share of predictions within `reach` of the target as its metric."""
 
     reach: float = 0.65  # 50 points, in standard deviations of the target
     metric = Metric("within", "Within reach", higher_is_better=True, share=True)

@@ -1,4 +1,4 @@
-"""An optimizer of your own, with a rate that warms up over the rounds and falls within each.
+"""Use your own optimizer, with a rate that rises over the rounds and falls within each.
 
 python examples/own_optimizer.py
 """

@@ -1,4 +1,4 @@
-"""The server's two decisions made your own way: who takes part, and what becomes of the replies.
+"""Write your own selection of clients and your own aggregation of replies.
 
 python examples/own_server.py
 """

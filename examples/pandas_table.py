@@ -1,4 +1,4 @@
-"""A pandas table from the file to a model: wines of several vineyards, which keep their own.
+"""Train on a pandas table: wines of several vineyards, which are the clients.
 
 python examples/pandas_table.py
 """

@@ -1,7 +1,7 @@
-"""A model for each client: FedALA's local aggregation on top of another method, and how fair the
-result is.
+"""Train a model per client by FedALA's local aggregation around another method, and measure
+fairness.
 
-Each client keeps a quarter of its samples to test its own model on.
+Each client keeps a quarter of its samples as its own test set.
 
     python examples/personalise.py
 """

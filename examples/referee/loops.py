@@ -1,9 +1,10 @@
-"""FedAvg, SCAFFOLD and FedALA as plain PyTorch loops, held against fedloom step by step: python
-examples/referee/loops.py
+"""Compare FedAvg, SCAFFOLD and FedALA as plain PyTorch loops with fedloom, step by step.
 
-Each loop takes the start, the clients and the batches from fedloom's trace, and writes a trace of
-its own. `mistake` plants an error that such code often has; `fedloom paper referee` says in which round,
-client, step and tensor it shows, and what it may be.
+python examples/referee/loops.py
+
+Each loop takes the start, the clients and the batches from fedloom's trace, and writes its
+own trace. `mistake` plants a common error; `fedloom paper referee` names the first round, client, step
+and tensor with a difference, and the likely cause.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Read and write traces for `fedloom paper referee`, with NumPy and safetensors alone. Copy this file
-into your project.
+"""Reads and writes traces for `fedloom paper referee`, with only NumPy and safetensors.
+
+Copy this file into your project.
 
 A trace is a folder:
 
     recorded.jsonl                        a line a round: which clients trained, in order, and their numbers of samples
     recorded/round-0000001.safetensors    the tensors of round 1, each called steps/CLIENT/STAGE/ROLE/TENSOR
 
-STAGE is `in` or `out` (what a client is sent and sends: ROLE is `model`, or the name that the
-method gives it), or the number of a local step, from 0 (ROLE is `before` or `after`, the weights;
-`samples`, the positions of the batch in the training data; `loss`, their mean loss). CLIENT is a
-number, or `server` with STAGE `end`: its state after the round. TENSOR is a name in the model's
-state_dict; scalars and samples have none. Whatever a program leaves out is not compared.
+STAGE is `in` or `out` (received and sent tensors: ROLE is `model`, or the name in the method), or
+the number of a local step, from 0 (ROLE is `before` or `after`, the weights; `samples`, the
+positions of the batch in the training data; `loss`, their mean loss). CLIENT is a number, or
+`server` with STAGE `end`: its state after the round. TENSOR is a name in the model's state_dict;
+scalars and samples have none. Missing tensors are not compared.
 """
 
 from __future__ import annotations
