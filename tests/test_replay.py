@@ -482,7 +482,7 @@ def test_runs_that_cannot_be_made_again_are_refused(fed: Say, tmp_path: Path) ->
     assert "is not finished" in err
     code, _, err = fed("paper", "bundle", "nowhere")
     assert code == 2
-    assert "nowhere is not there" in err
+    assert "nowhere does not exist" in err
 
 
 def test_a_reproduced_table_is_bundled(fed: Say) -> None:

@@ -199,9 +199,7 @@ class Tracking:
             return getattr(self._trackers[name], method)(*arguments)
         except Exception as error:  # the run is worth more than any tracker
             self._trackers.pop(name, None)
-            self._notify(
-                f"tracker {name} failed and hears no more of this run: {error_text(error)}"
-            )
+            self._notify(f"tracker {name} failed and is disabled for this run: {error_text(error)}")
             return None
 
 
