@@ -124,7 +124,7 @@ def test_a_range_includes_both_ends_and_has_no_stray_digits(
         ("measure=lst", "did you mean 'last'?"),
         (
             "measure=seconds",
-            "measure = 'seconds' is what it takes to reach the first of the targets: give targets = [0.9]",
+            "measure = 'seconds' needs a target to reach: give targets = [0.9]",
         ),
         ("last=0", "last must be at least 1, not 0"),
         ("data.validation=1", "data.validation must be in (0, 1), not 1"),

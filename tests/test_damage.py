@@ -288,7 +288,7 @@ def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(
         path.unlink() if damaged is None else path.write_bytes(damaged)
         for use in users:
             with pytest.raises(
-                FedloomError, match=rf"{re.escape(name)} is not as it was written: [^\n]*$"
+                FedloomError, match=rf"{re.escape(name)} has changed since it was written: [^\n]*$"
             ) as caught:
                 use()
             assert "\n" not in str(caught.value), damage
@@ -324,7 +324,7 @@ def test_a_missing_file_of_figures_is_noticed(compared: Path) -> None:
     (folder,) = compared.glob("*/seed-*")
     content = (folder / "clients.jsonl").read_bytes()
     (folder / "clients.jsonl").unlink()
-    with pytest.raises(CheckpointError, match=r"clients.jsonl is not as it was written: "):
+    with pytest.raises(CheckpointError, match=r"clients.jsonl has changed since it was written: "):
         RunDirectory(folder).summary()
     (folder / "clients.jsonl").write_bytes(content)
 

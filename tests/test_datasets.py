@@ -51,7 +51,7 @@ def test_digits_split_is_stratified_and_always_the_same() -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
 def test_a_test_fraction_outside_0_and_1_is_refused(fraction: float) -> None:
-    with pytest.raises(InvalidValue, match="test_fraction must lie between 0 and 1"):
+    with pytest.raises(InvalidValue, match="test_fraction must be between 0 and 1"):
         make("digits", test_fraction=fraction)
 
 
@@ -159,7 +159,7 @@ def test_a_user_does_not_change_with_the_number_of_users() -> None:
         ("synthetic", {"alpha": -1.0}, "alpha must be at least 0 .*not -1.0"),
         ("synthetic", {"beta": float("nan")}, "beta must be"),
         ("synthetic", {"users": 0}, "users must be at least 1, not 0"),
-        ("synthetic", {"iid": True, "alpha": 1.0}, "iid=True goes with alpha=0"),
+        ("synthetic", {"iid": True, "alpha": 1.0}, "iid=True needs alpha=0"),
         ("synthetic_feddc", {"samples": 1}, "samples must be at least 2"),
         ("synthetic_feddc", {"test": "trian"}, "did you mean 'train'"),
     ],

@@ -533,7 +533,7 @@ def test_without_global_test_samples_a_run_ends_without_test_figures(
     assert render("no test samples", [run.summary], (0.5,), "fedloom run")
     for figure in ("accuracy", "best_accuracy"):
         with pytest.raises(
-            InvalidValue, match=r"^the test set of 'small' is empty, so there is no test accuracy$"
+            InvalidValue, match=r"^the test set of 'small' is empty: it gives no test accuracy$"
         ):
             getattr(run, figure)
     assert run.rounds_to(0.5) is None

@@ -327,7 +327,7 @@ def test_leaf_gives_back_every_byte(tmp_path: Path) -> None:
         ),
         (
             json.dumps({"users": ["a"], "user_data": {"a": {"x": [[2.0] * 784], "y": [6]}}}),
-            "pixels must lie in 0..1",
+            "pixels must be in 0..1",
         ),
         (
             json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0.0] * 784], "y": [6, 7]}}}),

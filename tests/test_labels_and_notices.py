@@ -70,7 +70,7 @@ def test_files_of_earlier_versions_have_no_type_of_labels() -> None:
     module = nn.Linear(1, 2)
     assert Predictor(module, read).answers(torch.eye(2)).tolist() == [3, 4]
     changed = preprocessing.to_json().replace('"number"', '"text"')
-    with pytest.raises(DataError, match="not as it was written"):
+    with pytest.raises(DataError, match="changed since it was written"):
         Preprocessing.from_json(changed)
 
 

@@ -97,7 +97,7 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be written"):
         make("iid", labels, 2).save(tmp_path / "nowhere" / "split.npz")
     make("iid", labels, 2).save(foreign)
-    with pytest.raises(InvalidValue, match=r"clients must be 2, as many as .* holds, or 0, not 3"):
+    with pytest.raises(InvalidValue, match=r"clients must be 2, the number in .*, or 0, not 3"):
         make("fixed", labels, 3, file=str(foreign))
 
 
@@ -208,7 +208,7 @@ def test_a_split_takes_every_sample_and_pair_equally_often() -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, math.nan])
 def test_a_fraction_outside_0_and_1_is_refused(fraction: float) -> None:
-    with pytest.raises(InvalidValue, match=r"fraction .* must lie between 0 and 1, not"):
+    with pytest.raises(InvalidValue, match=r"fraction .* must be between 0 and 1, not"):
         split_train_test(Partition.of([[1, 2]]), 0, fraction)
 
 

@@ -129,10 +129,10 @@ def test_too_few_samples_or_clients_are_refused_in_one_line(name: str) -> None:
         ("exponential", {"rate": -1.0}, "rate must be between 0 and 100"),
         ("polynomial", {"degree": math.nan}, "degree must be between 0 and 100"),
         ("similarity", {"share": 1.5}, "share must be between 0 and 1"),
-        ("class_prior", {"sizes": "natural"}, "natural.*needs data that know"),
+        ("class_prior", {"sizes": "natural"}, "natural.*needs data with the client"),
         ("shards", {"per_client": 0}, "per_client must be at least 1"),
         ("shards", {"per_client": 21}, "need 210, but there are 200"),
-        ("natural", {}, "natural.*needs data that know whom each sample came from"),
+        ("natural", {}, "natural.*needs data with the client of each sample"),
     ],
 )
 def test_values_that_are_not_allowed_are_refused_in_one_line(
@@ -273,7 +273,7 @@ def test_natural_with_too_few_able_clients_is_refused() -> None:
     labels = np.zeros(6, dtype=np.int64)
     with pytest.raises(
         InvalidValue,
-        match="3 clients are asked for, but 2 of the 3 natural ones have at least 2 samples",
+        match="clients is 3, but 2 of the 3 natural ones have at least 2 samples",
     ):
         make("natural", labels, 3, 0, groups, minimum=2)
     with pytest.raises(InvalidValue, match="but 0 of the 3 natural ones have at least 9"):

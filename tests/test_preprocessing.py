@@ -73,7 +73,7 @@ def test_json_holds_all_of_it_and_refuses_what_was_changed() -> None:
     assert restored.digest == preprocessing.digest
     values = json.loads(text)
     values["inputs"]["columns"][0]["mean"] = [0.0]
-    with pytest.raises(DataError, match="a file: not as it was written"):
+    with pytest.raises(DataError, match="a file: changed since it was written"):
         Preprocessing.from_json(json.dumps(values), "a file")
     for damage in (
         text[:40],

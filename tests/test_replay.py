@@ -405,7 +405,7 @@ def test_data_come_from_the_users_folders_and_must_be_those_of_the_bundle(
         "again",
     )
     assert code == 2
-    assert "the data here are not those of the bundle" in err
+    assert "the data differ from the bundle's data" in err
 
 
 def test_nothing_is_downloaded(fed: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

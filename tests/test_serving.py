@@ -146,9 +146,11 @@ def test_a_finished_run_notices_that_its_preprocessing_was_changed(tmp_path: Pat
     trained(tmp_path, frame, "outcome")
     path = tmp_path / "preprocessing.json"
     path.write_text(path.read_text().replace("north", "south"))
-    with pytest.raises(FedloomError, match="not as it was written"):
+    with pytest.raises(FedloomError, match="changed since it was written"):
         fl.load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"preprocessing\.json is not as it was written"):
+    with pytest.raises(
+        CheckpointError, match=r"preprocessing\.json has changed since it was written"
+    ):
         trained(tmp_path, frame, "outcome")
 
 
@@ -349,7 +351,7 @@ def test_the_model_card_describes_the_data_without_them(tmp_path: Path) -> None:
     assert "- personal accuracy, client by client: " in card
     assert "(3 clients)" in card
     (tmp_path / "model-card.md").write_text("perfect")
-    with pytest.raises(CheckpointError, match=r"model-card\.md is not as it was written"):
+    with pytest.raises(CheckpointError, match=r"model-card\.md has changed since it was written"):
         trained(tmp_path, patients().drop(columns=["cost"]), "outcome", algorithm="ditto")
 
 

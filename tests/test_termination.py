@@ -273,6 +273,6 @@ def test_a_changed_figure_of_a_finished_run_is_refused(
     capsys.readouterr()
     assert main(["run", "job.toml", "--quiet"]) == 2
     message = capsys.readouterr().err
-    assert "metrics.jsonl is not as it was written: " in message
+    assert "metrics.jsonl has changed since it was written: " in message
     assert len(message.splitlines()) == 1
     assert main(["run", "job.toml", "--quiet", "--fresh"]) == 0

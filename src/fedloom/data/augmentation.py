@@ -45,6 +45,6 @@ def apply_flip_crop(images: Tensor, drawn: Tensor) -> Tensor:
     padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING))
     index = torch.arange(count, device=images.device)[:, None, None]
     moved = padded[index, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-    # `contiguous` would leave the strides of a single channel as they are, and convolutions and
-    # dropout then go another way.
+    # `contiguous` would not change the strides of a single channel, and convolutions and dropout
+    # would then use other kernels.
     return moved.clone(memory_format=torch.contiguous_format)

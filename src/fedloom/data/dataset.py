@@ -128,7 +128,7 @@ def hold_out(
         Training and test samples, each in the order of `samples`.
     """
     if not 0 < fraction < 1:
-        raise InvalidValue(f"test_fraction must lie between 0 and 1, not {fraction}")
+        raise InvalidValue(f"test_fraction must be between 0 and 1, not {fraction}")
     total = len(samples)
     if within is None:
         classes = samples.labels.dtype == torch.int64 and samples.labels.dim() == 1

@@ -184,7 +184,7 @@ def split_train_test(
     """
     if not 0 < fraction < 1:
         raise InvalidValue(
-            f"fraction (the share that tests) must lie between 0 and 1, not {fraction}"
+            f"fraction (the share of test samples) must be between 0 and 1, not {fraction}"
         )
     sizes = partition.sizes
     # The small addition keeps a product such as (1 - 0.9) * 10 = 0.9999999999999998 from losing a

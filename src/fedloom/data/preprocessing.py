@@ -202,7 +202,7 @@ class Preprocessing:
         except (ValueError, RecursionError):
             raise DataError(f"{source}: damaged: no JSON") from None
         if values.get("digest", preprocessing.digest) != preprocessing.digest:
-            raise DataError(f"{source}: not as it was written")
+            raise DataError(f"{source}: changed since it was written")
         return preprocessing
 
     @property

@@ -36,7 +36,7 @@ MEASURES = {
 }  # fmt: skip
 """Title and caption of the figures that the records are known to have."""
 
-POINTS = 400  # of a curve that are drawn: about as many as a screen can show
+POINTS = 400  # of a curve that are drawn: about the number that a screen can show
 FEW = 8  # methods that share one hover box
 
 

@@ -19,7 +19,7 @@ from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary
 
 FORMATS = ("png", "svg", "pdf")
-WIDTH = 1000  # of an image, in CSS pixels; PNG files have twice as many pixels
+WIDTH = 1000  # of an image, in CSS pixels; PNG files have two pixels for each
 
 
 def write_images(

@@ -45,8 +45,7 @@ def require_known(checked: Configuration) -> None:
         _named("trackers", text, build_tracker)
     if checked.measure in TO_TARGET and not checked.targets:
         raise InvalidValue(
-            f"measure = {checked.measure!r} is what it takes to reach the first of the targets: "
-            "give targets = [0.9]"
+            f"measure = {checked.measure!r} needs a target to reach: give targets = [0.9]"
         )
     data = checked.data
     _named("data.name", data.name, datasets.read)

@@ -115,7 +115,9 @@ class RunDirectory:
             written = dict(read_json(path, dict, _REMEDY)["files"])
         for name in _DIGESTED:
             if written.get(name) != present.get(name):
-                raise CheckpointError(f"{self.path / name} is not as it was written: {_REMEDY}")
+                raise CheckpointError(
+                    f"{self.path / name} has changed since it was written: {_REMEDY}"
+                )
 
     def _refusal(self, run: str) -> CheckpointError:
         return CheckpointError(f"{self.path} holds {run}: {_REMEDY}")

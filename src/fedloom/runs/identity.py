@@ -17,7 +17,7 @@ from fedloom.rounds.clock import Clock
 from fedloom.state.digest import Digest, digest
 from fedloom.task import Task
 
-_SAMPLED = 1000  # inputs that stand for all of them when data are told apart
+_SAMPLED = 1000  # inputs that represent the data in a comparison of two data sets
 
 _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
 """Versions and settings that may change the last digits of a figure."""

@@ -119,9 +119,9 @@ class Result(RunFigures):
             return scores
         if len(self.task.test):
             metric = self.task.objective.metric.name
-            raise InvalidValue(f"this task's models are judged by {metric}: there is no {name}")
+            raise InvalidValue(f"this task measures {metric}, not {name}")
         raise InvalidValue(
-            f"the test set of {self.task.dataset.name!r} is empty, so there is no test {name}"
+            f"the test set of {self.task.dataset.name!r} is empty: it gives no test {name}"
         )
 
     def rounds_to(self, target: figures.TargetValue) -> int | None:

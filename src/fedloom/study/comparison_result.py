@@ -175,7 +175,7 @@ class ComparisonResult(RunFigures):
         """The table as a terminal shows it."""
         if not self.sheets:
             raise InvalidValue(
-                f"no run came to its end: {next(iter(self.failed.values()), 'there is none')}"
+                f"no run has finished: {next(iter(self.failed.values()), 'none was started')}"
             )
         return overall(self.sheets) if len(self.sheets) > 1 else self.sheets[0].table
 

@@ -134,7 +134,7 @@ def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statisti
 
 def client_columns(task: Task, client: int) -> dict[str, Values]:
     """Return a client's training samples as columns."""
-    rows = task.dataset.train  # as they were before they were standardised
+    rows = task.dataset.train  # before standardisation
     if len(task.train) != len(rows):  # merged
         rows = rows.concatenate(task.dataset.test)
     return columns_of(task.dataset, rows[torch.from_numpy(task.partition[client])])
@@ -256,7 +256,7 @@ def _checked_request(columns: Mapping[str, Values], request: Words, smallest: in
     needed = {"kinds": (), "sums": (), "squares": ("mean",), "bins": ("bins",)}[asked["step"]]
     for name, about in asked.get("columns", {}).items():
         if name not in columns:
-            raise RefusedReply(f"the server asks for column {quoted(name)}, which is not here")
+            raise RefusedReply(f"the server requests column {quoted(name)}, which this site lacks")
         numbers = _kind(columns[name]) == "numbers"
         if noise and columns[name].ndim > 1:
             raise InvalidValue(
@@ -331,7 +331,7 @@ def shared_rows(rows: Values, smallest: int) -> Values:
     stretches: list[list[int]] = []
     total, filled = smallest, np.flatnonzero(rows).tolist()
     for k in filled:
-        if total >= smallest:  # else the stretch goes on
+        if total >= smallest:  # else the stretch continues
             stretches, total = [*stretches, [k, k]], 0
         stretches[-1][1] = k + 1
         total += rows[k]

@@ -13,7 +13,7 @@ from fedloom.data.formats.limits import reading
 from fedloom.errors import DataError, quoted
 
 PAD, UNKNOWN = 0, 1  # ids of no token and of a token outside the vocabulary
-# "basic english": quotes and line breaks vanish, these marks become tokens of their own.
+# "basic english": quotes and line breaks vanish, and each of these marks is a token.
 _SPACED = re.compile(r"<br />|[;:]")
 _TOKENS = re.compile(r"[.,()!?']|[^\s.,()!?']+")
 

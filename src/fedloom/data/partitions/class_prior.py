@@ -55,7 +55,7 @@ def class_prior(
     priors = rng.dirichlet(np.full(len(available), alpha), size=clients)
     turns = draw_turns(room, rng)
     drawn = draw_classes(priors, turns, rng.random(len(turns)), available)
-    # the takers of class 0 in their order, then those of class 1 ...
+    # clients that take class 0 in their order, then clients that take class 1 ...
     owners = turns[np.argsort(drawn, kind="stable")]
     return deal(shuffled_by_class(labels, rng), owners, clients, rng)
 

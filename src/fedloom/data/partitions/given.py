@@ -39,7 +39,7 @@ def natural(
     """
     if groups is None:
         raise InvalidValue(
-            "partition 'natural' needs data that know whom each sample came from (such as FEMNIST)"
+            "partition 'natural' needs data with the client of each sample (such as FEMNIST)"
         )
     require_at_least("clients", clients, 0)
     _, members, sizes = np.unique(groups, return_inverse=True, return_counts=True)
@@ -48,7 +48,7 @@ def natural(
     if possible < max(clients, 1):
         size = "" if together == 1 else f", and a client is {together} of them"
         raise InvalidValue(
-            f"{max(clients, 1)} clients are asked for, "
+            f"clients is {max(clients, 1)}, "
             f"but {len(able)} of the {len(sizes)} natural ones have at least {minimum} samples{size}"
         )
     rng = numpy_stream(seed, "partition")
@@ -81,7 +81,7 @@ def fixed(
     partition = Partition.load(file)
     if clients not in (0, len(partition)):
         raise InvalidValue(
-            f"clients must be {len(partition)}, as many as {file} holds, or 0, not {clients}"
+            f"clients must be {len(partition)}, the number in {file}, or 0, not {clients}"
         )
     require_samples(partition, len(labels), file)
     return partition

@@ -207,5 +207,5 @@ def _pixels(rows: list[Any], path: Path) -> Tensor:
     with reading(path, f"x must be lists of {_SIDE * _SIDE} numbers"):
         values = np.array(rows, dtype=np.float32).reshape(len(rows), _SIDE * _SIDE)
     if not np.all((values >= 0) & (values <= 1)):
-        raise DataError(f"{path}: pixels must lie in 0..1")
+        raise DataError(f"{path}: pixels must be in 0..1")
     return torch.from_numpy(np.rint(values * 255).astype(np.uint8)).view(-1, 1, _SIDE, _SIDE)

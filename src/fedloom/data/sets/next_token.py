@@ -190,7 +190,7 @@ def _leaf_texts(paths: Iterable[Path], length: int) -> _Users:
             lists = isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
             if not lists or not all(isinstance(text, str) and text for text in (*x, *y)):
                 raise DataError(
-                    f"{path}: user {quoted(user)}: x must be texts and y as many characters"
+                    f"{path}: user {quoted(user)}: x must be texts and y one character for each"
                 )
             users.setdefault(user, []).extend(
                 text[-length:] + target[0] for text, target in zip(x, y, strict=True)

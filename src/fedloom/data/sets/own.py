@@ -104,7 +104,7 @@ def images(
     root = Path(folder)
     if not folder or not root.is_dir():
         raise DataError(
-            f"{folder or 'images'}: no such folder (wanted: <class>/<picture>, in train/ and test/ or alone)"
+            f"{folder or 'images'}: no such folder (expected <class>/<picture>, perhaps in train/ and test/)"
         )
     folders = [root / "train" if (root / "train").is_dir() else root]
     if folders[0] != root and (root / "test").is_dir():

@@ -56,9 +56,7 @@ def synthetic(
     C.1.
     """
     if iid and (alpha or beta):
-        raise InvalidValue(
-            f"iid=True goes with alpha=0 and beta=0, not with alpha={alpha} and beta={beta}"
-        )
+        raise InvalidValue(f"iid=True needs alpha=0 and beta=0, not alpha={alpha} and beta={beta}")
     # the fewest samples that users have
     require_room(_bytes(users * 50, dimension, classes), "synthetic")
     draw = numpy_stream(seed, "synthetic sizes")
@@ -144,7 +142,7 @@ def _sample(
             shared if alpha is None else _linear_model(draw, model_mean, dimension, classes)
         )
         centre = np.zeros(dimension) if beta is None else draw.normal(input_mean, 1.0, dimension)
-        # Rounded first: the labels are those of the float32 inputs that the clients hold.
+        # Rounded first, because labels belong to the clients' float32 inputs.
         x = (
             (centre + draw.standard_normal((size, dimension)) * deviation)
             .astype(np.float32)

@@ -92,8 +92,8 @@ def table(
     """
     if not path:
         raise InvalidValue(
-            "table needs path: a CSV file, a parquet file or a folder, and target: the column to learn (over real sites each "
-            "has rows of its own, and path may be left out)"
+            "table needs path: a CSV file, a parquet file or a folder, and target: the column to learn (real sites "
+            "have their own rows, and need no path)"
         )
     columns = Columns(target, group, inputs, categorical, kind, missing, standardise)
     options = CsvOptions(columns.text, (), separator, decimal, encoding)

@@ -253,7 +253,7 @@ def unpack(path: Path, folder: Path) -> Bundle:
     digests = {name: digest(content) for name, content in files.items()}
     for name in sorted({*digests, *bundle.files}):
         if digests.get(name) != bundle.files.get(name):
-            raise DataError(f"{path} is damaged: {quoted(name)} is not as it was written")
+            raise DataError(f"{path} is damaged: {quoted(name)} has changed since it was written")
     for name in ("runs", "code"):  # of an earlier bundle: its code must not run with this one's
         earlier = folder / name
         if earlier.is_dir() and not earlier.is_symlink():

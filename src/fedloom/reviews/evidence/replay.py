@@ -133,7 +133,7 @@ class Replay:
         if location is None or parameter == "folder" or Path(location).is_file():
             return location
         if Path(stored).name in ("", ".."):
-            raise InvalidValue(f"{name} reads {quoted(stored)}, which is no file")
+            raise InvalidValue(f"{name} reads {quoted(stored)}, not a file")
         return str(Path(location) / Path(stored).name)
 
     def differing(self, number: int, task: Task) -> list[str]:
@@ -143,7 +143,7 @@ class Replay:
         stored, present = self._stored(number, "task").get("digests") or {}, task_digests(task)
         differing = [name for name in present if name in stored and stored[name] != present[name]]
         if "data" in differing:
-            raise InvalidValue(f"{task.dataset.name}: the data here are not those of the bundle")
+            raise InvalidValue(f"{task.dataset.name}: the data differ from the bundle's data")
         return differing
 
     def cells(self) -> list[ReplayedCell]:

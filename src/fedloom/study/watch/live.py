@@ -26,7 +26,7 @@ QUIET = 60.0
 REFRESH = 10.0
 """Seconds between two readings of the report, at least."""
 
-_PACE = 20  # rounds whose mean time is the pace
+_PACE = 20  # rounds for the mean time, the pace
 _LIVE = (
     "configuration.json",
     "metrics.jsonl",

@@ -192,7 +192,7 @@ FEDMR = Paper(
             ],
             methods={"FedAvg": "fedavg", "FedMR": "fedmr(unit=tensor)"},
         ),
-        # Table I of the first version. Only the text's two numbers are available; they are those of
+        # Table I of the first version. Only the text's two numbers are available; they come from
         # the long version.
         ExhibitTemplate(
             ids=("fedmr-first.table-1",),
