@@ -1,4 +1,4 @@
-"""The order of batches that naive computations share with local training."""
+"""The order of batches, shared by naive computations and local training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ from fedloom.training import Passes
 def batch_order(
     samples: int, generator: torch.Generator | None, **settings: Any
 ) -> Iterator[Tensor]:
-    """Yield the positions of each batch's samples; `settings` as in `Passes`."""
+    """Yield the sample positions of each batch; `settings` as in `Passes`."""
     for order, sizes in Passes(**settings).orders(samples, generator):
         yield from order.split(sizes)

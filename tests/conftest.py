@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when PyTorch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch reads it once, at its import
 import torch
 
 if TYPE_CHECKING:
@@ -21,23 +21,22 @@ if TYPE_CHECKING:
     from fedloom.engines.ray.driver import RayEngine
     from forking_scripts import Scripts
 
-# Runs flush what they write: on a disk tests wait for that nearly half of their time, in memory not
-# at all.
+# Runs flush their files. On a disk, tests spend nearly half of their time on it; in memory, none.
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# The models here are so small that threads which wait for each other cost more than the work: on
-# busy cores a hundredfold.
+# The models here are small, so threads that wait for each other cost more than the work: a hundred
+# times as long on busy cores.
 torch.set_num_threads(1)
 
-# A shell that runs the tests in the background has them, and the programs they start, ignore
-# Ctrl-C; some tests send it.
+# If a shell runs the tests in the background, the tests and their programs ignore Ctrl-C. Some
+# tests send Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# These import Flower at their beginning; what else needs something that is not installed says so
-# when it is skipped.
+# These files import Flower at their beginning. Other tests report a missing package when they are
+# skipped.
 collect_ignore = (
     []
     if importlib.util.find_spec("flwr")
@@ -49,8 +48,7 @@ collect_ignore = (
     ]
 )
 
-# What takes longest begins first, or one worker would end with it while the others have nothing
-# left to do.
+# The longest files begin first. Otherwise one worker would end with them while the others wait.
 LONGEST = (
     "test_flower_sites.py",
     "test_places.py",
@@ -64,9 +62,9 @@ LONGEST = (
     "test_examples.py",
 )
 
-# Files whose tests share something that takes seconds to start or to import: one worker runs them
-# all (`--dist loadgroup`). What mostly waits, for sites and for Ray, is in one group, so that the
-# other workers keep the cores busy meanwhile.
+# Files with shared resources that take seconds to start or to import. One worker runs them all
+# (`--dist loadgroup`). Tests that mostly wait, for sites and for Ray, form one group, so the other
+# workers keep the cores busy meanwhile.
 TOGETHER = {
     "test_ray.py": "waiting",
     "test_ray_cluster.py": "waiting",
@@ -84,20 +82,20 @@ TOGETHER = {
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test reads what the user's cache folder holds, or leaves something there."""
+    """Use a temporary cache folder, so tests neither read nor change the user's."""
     os.environ["FEDLOOM_CACHE"] = str(tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A test that plays another number of cores leaves none of them to the next."""
+    """Reset the number of threads after each test."""
     yield
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def worker_processes() -> Iterator[ProcessesEngine]:
-    """Two worker processes for whatever test needs some: it tells them of its own task."""
+    """Two shared worker processes; each test gives them its own task."""
     from fedloom.engines.processes.parent import ProcessesEngine
     from small_task import small_task
 
@@ -114,7 +112,7 @@ def ray_actors() -> Iterator[RayEngine]:
 
     pytest.importorskip("ray", reason="Ray is not installed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")  # Ray's workers would stand behind all other tests
+        patch.setenv("RAY_worker_niceness", "0")  # else Ray's workers wait
         engine = RayEngine(small_task(), workers=2)
     yield engine
     engine.close()
@@ -122,7 +120,7 @@ def ray_actors() -> Iterator[RayEngine]:
 
 @pytest.fixture(scope="session")
 def scripts() -> Iterator[Scripts]:
-    """A process that has loaded the package, and forks one for each script that a test runs."""
+    """A process with the package loaded; it forks one process for each script of a test."""
     from forking_scripts import serving
 
     with serving() as server:
@@ -143,7 +141,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Say as the last line what was skipped: how many tests for each reason."""
+    """Print the number of skipped tests for each reason as the last line."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not (skipped := reporter.stats.get("skipped")):
         return

@@ -1,5 +1,6 @@
-"""Damage of files by disks (flipped bits, zeroed blocks, lost ends) and of messages by strangers;
-the same for the same seed.
+"""Damage of files by disks and of messages by untrusted senders, reproducible by seed.
+
+Disks flip bits, write zeros over blocks and cut the ends of files.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ BLOCK = 512
 
 
 def damages(content: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
-    """Yield `count` times a description of one damage and the damaged content. Bits flip in every
-    tenth of the file alike, and as often in its first bytes, where headers are.
+    """Yield `count` times a description of one damage and the damaged content.
+
+    Each tenth of the file gets equally many flipped bits. The first bytes, which hold headers, get
+    the same number.
     """
     draw = random.Random(f"{seed} {len(content)}")
     for k in range(count):

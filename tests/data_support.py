@@ -1,4 +1,4 @@
-"""Data sets built by name, and the bytes of small pictures and arrays, for the tests of data."""
+"""Data sets by name, and the bytes of small pictures and arrays, for the tests of data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Runs on an engine and their comparison with those of the rows engine, for the tests of processes
-and of Ray.
-"""
+"""Runs on an engine and their comparison with the rows engine, for tests of processes and Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def run(
     participation: float = 1.0,
     **options: Any,
 ) -> Federation:
-    """Return the federation after its last round, each of them evaluated."""
+    """Return the federation after its last round; every round is evaluated."""
     schedule = Schedule(rounds, participation, **{"seed": 3, "evaluate_every": 1, **options})
     federation = Federation(algorithm, task, engine, schedule)
     federation.run()
@@ -41,8 +39,9 @@ def run(
 
 
 def assert_same(actual: Federation, expected: Federation, tolerance: float = 0.0) -> None:
-    """Assert that every figure counted, the whole state and all that clients remember are the same;
-    without a tolerance, every figure measured too.
+    """Assert that all counted figures, the state and the memory of all clients are equal.
+
+    Without a tolerance, all measured figures must be equal too.
     """
     assert counted(actual.history) == counted(expected.history)
     if not tolerance:
@@ -59,9 +58,7 @@ def assert_same(actual: Federation, expected: Federation, tolerance: float = 0.0
 
 
 def jobs(engine: Engine) -> tuple[Round, list[Job]]:
-    """Return a round in which every client takes part, and what each of them is sent: the initial
-    model.
-    """
+    """Return a round with all clients, and the message to each of them: the initial model."""
     inbox = {
         "model": engine.task.initial.unsqueeze(0),
         INTEGERS: engine.task.initial_integers.unsqueeze(0),

@@ -1,5 +1,6 @@
-"""Every registered method but the private ones, as an expression; a new method joins by itself, a
-wrapper with one line.
+"""Every registered public method as an expression.
+
+A new method joins automatically; a new wrapper needs one line.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WRAPPERS = {
     "gossip": "gossip(fedavg)",
     "norm_bound": "norm_bound(fedavg, radius=0.5)",
     "sign_flip": "sign_flip(fedavg)",
-    "qfedavg": "qfedavg(q=0.1)",  # tests are too short for larger ones, which make smaller steps
+    "qfedavg": "qfedavg(q=0.1)",  # larger ones make too small steps for tests
     # so that it splits in a short test
     "cfl": "cfl(mean_norm=1000.0, client_norm=0.0, first_round=0)",
 }

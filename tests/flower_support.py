@@ -1,6 +1,4 @@
-"""Flower without processes: a Grid that calls its nodes directly and turns every message into bytes
-and back.
-"""
+"""Flower without processes: a Grid calls its nodes directly and serialises every message."""
 
 from __future__ import annotations
 
@@ -114,7 +112,7 @@ def run_config(
 
 
 def flower(config: dict[str, Any], grid: LocalGrid) -> Federation:
-    """Return the federation that an app runs, without its directory."""
+    """Return the federation of an app, without its directory."""
     settings = deployment(config)
     task = settings.configuration.task(3)
     briefing = {"data": DataAgreement.of(task.dataset).words()}
@@ -137,8 +135,9 @@ def schedule(settings: Deployment) -> Schedule:
 
 
 def assert_close(run: Federation, expected: Federation, except_for: Collection[str] = ()) -> None:
-    """Assert equal models and figures to tolerance (without the figures `except_for`), and exactly
-    equal bytes, clients and faults.
+    """Assert equal models and figures to tolerance, and exactly equal bytes, clients and faults.
+
+    Figures in `except_for` are not compared.
     """
     torch.testing.assert_close(run.model(), expected.model(), rtol=0, atol=1e-5)
     torch.testing.assert_close(run.integers, expected.integers)
@@ -161,11 +160,11 @@ class Node:
     config: dict[str, Any]
     online: bool = True
     silent: bool = False  # it takes messages and never answers
-    late: bool = False  # it works, but its answer stays on the way until it is no longer late
-    tamper: Tamper | None = None  # what becomes of its answers to training
-    tamper_all: Tamper | None = None  # what becomes of all its answers
-    says: dict[str, Any] = field(default_factory=dict)  # words in which its other answers differ
-    # the rounds of the orders to train that it carried out
+    late: bool = False  # it works, but its answer stays on the way until the node is no longer late
+    tamper: Tamper | None = None  # tampers with its answers to training
+    tamper_all: Tamper | None = None  # tampers with all its answers
+    says: dict[str, Any] = field(default_factory=dict)  # changes of its other answers
+    # the rounds in which it trained
     trained: list[int] = field(default_factory=list)
 
     def answer(self, message: Message, run_config: dict[str, Any], node: int) -> Message:
@@ -182,7 +181,7 @@ class Node:
 
 
 class LocalGrid(Grid):
-    """Nodes by their ids. Every node is given a new context with each message, as after a restart."""
+    """Nodes by their ids. Every node gets a new context with each message, as after a restart."""
 
     def __init__(self, nodes: dict[int, Node], run_config: dict[str, Any]) -> None:
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = RUN, 1, 1
@@ -251,7 +250,7 @@ def _gone(key: str) -> Message:
 
 
 def nodes(count: int, memory: Path, **config: Any) -> dict[int, Node]:
-    """Return nodes whose ids do not reveal their partition ids."""
+    """Return nodes with ids that do not reveal their partition ids."""
     return {
         1000 + 17 * (count - number): Node(
             {
@@ -285,12 +284,12 @@ def with_array(name: str, array: Array | np.ndarray[Any, Any]) -> Tamper:
 
 
 def words_of(message: Message) -> Words:
-    """Return the words of a message."""
+    """Return the payload of a message."""
     return messages.words_of(message, ARRAYS, PARCEL)
 
 
 def with_words(text: str, protocol: int = PROTOCOL) -> Tamper:
-    """Return a tamper function that replaces the words of an answer."""
+    """Return a tamper function that replaces the payload of an answer."""
 
     def tamper(reply: Message) -> Message:
         reply.content[RECORD] = ConfigRecord({"protocol": protocol, "words": text})

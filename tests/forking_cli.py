@@ -1,8 +1,7 @@
-"""The command line in processes that start at once: a server that has loaded everything forks one
-for each command.
+"""The command line in processes that start at once: a loaded server forks one for each command.
 
-A command may be told to die (SIGKILL) in the middle of its n-th file operation, or (n = -1) to list
-its file operations.
+A command can die (SIGKILL) in the middle of its n-th file operation. With n = -1 it lists its file
+operations.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, NoReturn
 import pytest
 
 with warnings.catch_warnings():
-    # typer asks click for what newer ones are about to drop
+    # typer uses a function of click that newer versions of click deprecate
     warnings.simplefilter("ignore", DeprecationWarning)
     from fedloom.cli import main as main
 
@@ -65,10 +64,12 @@ class Command:
         return False
 
     def wait(self) -> tuple[int, str]:
-        """Return the exit code (negative: the signal that killed it) and all output."""
+        """Return the exit code and all output; a negative code is the signal that killed the
+        process.
+        """
         assert self.server.stdout is not None
         code = os.waitstatus_to_exitcode(int(self.server.stdout.readline()))
-        # a process that was cut in the middle of a write was killed, too
+        # a process that was cut in the middle of a write was killed too
         code = -signal.SIGKILL if code == -signal.SIGXFSZ else code
         return code, self.output.read_text()
 
@@ -144,11 +145,11 @@ def _obey(request: dict[str, Any]) -> NoReturn:
 
 
 def _die_at(number: int) -> None:
-    """Die in file operation `number`: in the middle of a write, or before a file is renamed.
+    """Die in file operation `number`: in the middle of a write, or before the rename of a file.
 
-    Operations are seen by Python's audit events, whoever makes them. From a write's beginning on,
-    the system lets no file grow by more than a byte, and ends the process that tries: code of other
-    languages, too. With -1, the names of the files are listed in `OPERATIONS` instead.
+    Python's audit events report the operations of all libraries. From the beginning of a write, the
+    system limits the growth of files to one byte and ends a process that exceeds it, also in code
+    of other languages. With -1, the names of the files are listed in `OPERATIONS` instead.
     """
     done = 0
     home = os.path.realpath(os.getcwd())
@@ -178,7 +179,7 @@ def _die_at(number: int) -> None:
 
 
 def _inside(home: str, path: Any) -> bool:
-    """Return True for a path in the folder of the command, but for the files of this module."""
+    """Return True for a path in the folder of the command, except the files of this module."""
     if isinstance(path, int):
         return False
     name = os.path.realpath(os.fsdecode(path))

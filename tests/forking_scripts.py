@@ -1,4 +1,4 @@
-"""Scripts in processes that start at once: a server that has loaded fedloom forks one for each."""
+"""Scripts in processes that start at once: a server with fedloom loaded forks one for each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Scripts:
         self.process = process
 
     def run(self, script: Path, folder: Path, output: Path, *, strict: bool = False) -> str:
-        """Return what a script prints in `folder`, by way of the file `output`; `strict`: a warning
-        is an error.
+        """Return the output of a script in `folder`, through the file `output`.
+
+        If `strict`, warnings are errors.
         """
         errors = output.with_suffix(".errors")
         request = {

@@ -1,4 +1,4 @@
-"""Small data sets in every format that is read, for tests that damage their files."""
+"""Small data sets in every supported format, for tests that damage their files."""
 
 from __future__ import annotations
 
@@ -210,8 +210,9 @@ WRITERS: dict[str, Callable[[Path], str]] = {
 
 
 class Sets:
-    """One data set in each format, each in its own folder below `root`; files are damaged in
-    copies.
+    """Write one data set in each format, each in its own folder below `root`.
+
+    Tests damage copies of the files.
     """
 
     def __init__(self, root: Path) -> None:
@@ -221,7 +222,7 @@ class Sets:
             folder = root / name.replace(" ", "-")
             folder.mkdir(parents=True)
             self.expressions[name] = write(folder)
-            datasets.build(self.expressions[name])  # whole, they are read
+            datasets.build(self.expressions[name])  # the undamaged sets can be read
 
     def files(self, name: str) -> list[Path]:
         """Return the files of a set, relative to its folder."""
@@ -233,7 +234,7 @@ class Sets:
         return (self.root / name.replace(" ", "-") / file).read_bytes()
 
     def build(self, name: str, file: Path, content: bytes | Callable[[Path], object]) -> Any:
-        """Read a set in which one file has other content, or something else is made at its path."""
+        """Read a set with other content in one file, or with another kind of entry at its path."""
         folder, copy = self.root / name.replace(" ", "-"), self.root / "damaged"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(folder, copy)
@@ -246,7 +247,7 @@ class Sets:
 
 
 def changed(content: bytes, draw: random.Random) -> bytes:
-    """Return the content with damage of a disk, or with hostile bytes."""
+    """Return the content with disk damage, or with hostile bytes."""
     if draw.random() < 0.5 or not content:
         return mutated(content, draw)
     ((_, damaged),) = damages(content, 1, draw.randrange(1 << 30))

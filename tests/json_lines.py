@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, as tests read what a run has written."""
+"""Reads files with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file, a line each."""
+    """Return the objects of a file, one per line."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -12,7 +12,7 @@ from fedloom.models.build import build_model
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of an error, which must have one line."""
+    """Return the text of an error; it must have one line."""
     text = str(error)
     assert "\n" not in text
     return text

@@ -1,8 +1,7 @@
-"""A naive second computation of federated learning: one client after another on copies of a module,
-tensor by tensor.
+"""A naive second computation of federated learning, on copies of a module, tensor by tensor.
 
-Methods are compared with it. It shares with fedloom the order of the batches and the choice of the
-clients, which are random, and no mathematics.
+It trains one client after another. Tests compare methods with it. It shares the random order of the
+batches and the random choice of the clients with fedloom, and no mathematics.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SIZES = (5, 11, 17, 8, 23, 13, 6)  # with batches of 4, three clients end on a s
 
 
 class Net(nn.Module):
-    """Two layers, with batch norm between them or without; `features` gives what enters the
+    """Two layers, with or without batch norm between them; `features` returns the input of the
     classifier.
     """
 
@@ -51,7 +50,7 @@ class Net(nn.Module):
 
 @dataclass
 class World(SmallWorld):
-    """Clients with labels at random, for methods with one global model."""
+    """Clients with random labels, for methods with one global model."""
 
     sizes: tuple[int, ...] = SIZES
     classes = 4
@@ -63,7 +62,7 @@ class World(SmallWorld):
         return Net(FEATURES, self.classes, self.norm)
 
     def run(self, algorithm: Method) -> Run:
-        """Run a method by fedloom: the global model and the selected clients of each round."""
+        """Run a method by fedloom; return each round's global model and selected clients."""
         task = self.task()
         schedule = Schedule(
             rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=1
@@ -151,7 +150,7 @@ class Run:
 
 
 def shares(world: World, clients: Sequence[int]) -> list[float]:
-    """Return the weights p_i by samples."""
+    """Return the weights p_i, proportional to the numbers of samples."""
     total = sum(world.sizes[i] for i in clients)
     return [world.sizes[i] / total for i in clients]
 

@@ -1,6 +1,4 @@
-"""Naive second computations of the personalised methods with torch's autograd, for comparison with
-fedloom's.
-"""
+"""Naive second computations of the personalised methods with torch's autograd."""
 
 from __future__ import annotations
 
@@ -79,8 +77,10 @@ def fine_tuned(
 def per_fedavg(
     setting: Setting, *, alpha: float, hessian: bool = False, passes: int = 1
 ) -> list[Moment]:
-    """Train with MAML: `hessian` takes the exact gradient of the second batch after the step and a
-    third batch's Hessian.
+    """Train with MAML.
+
+    `hessian` uses the exact gradient of the second batch after the step and the Hessian of a third
+    batch.
     """
     world = setting.world
     count = 3 if hessian else 2
@@ -253,8 +253,9 @@ def partialfed(
     cooling: float = 0.965,
     bias: float = 0.0,
 ) -> list[Moment]:
-    """Without batch norm. Weights and logits follow autograd through a straight-through mixture of
-    both sources.
+    """The method without batch norm; weights and logits follow autograd.
+
+    The gradient passes through a straight-through mixture of both sources.
     """
     world = setting.world
     layers = [layer for layer in LAYERS if any(n.startswith(f"{layer}.") for n in world.names)]
@@ -339,7 +340,7 @@ def fedamp(
             def proximal(m: nn.Module, u: nn.Module = centre) -> Tensor:
                 squared = squared_distance(m, u)
                 if plain:
-                    # The gradient of a norm at zero counts as zero.
+                    # The gradient of a norm at zero is zero.
                     return (
                         strength
                         / (2 * alpha)
@@ -418,7 +419,7 @@ def fedfomo(setting: Setting, *, most: int, exploration: float = 0.0) -> list[Mo
 def _personal_models(
     world: World, models: Sequence[nn.Module], mean: nn.Module, trained: dict[int, nn.Module]
 ) -> list[Tensor]:
-    """Return the clients' models; a client that has not trained yet takes the global one."""
+    """Return the clients' models; a client without training yet has the global model."""
     personal = []
     for i in range(world.clients):
         model = copy.deepcopy(models[i])

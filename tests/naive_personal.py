@@ -1,7 +1,8 @@
-"""A world of a few clients for the personalised methods, run by fedloom and naively: one client
-after another on copies of a module. It shares with fedloom the order of the batches and the choice
-of the clients, which are random, and no mathematics. Batch-norm statistics never leave a client:
-only parameters are copied and averaged.
+"""A world of a few clients for the personalised methods, run by fedloom and naively.
+
+The naive side trains one client after another on copies of a module. It shares the random order of
+the batches and the random choice of the clients with fedloom, and no mathematics. Batch-norm
+statistics never leave a client: only parameters are copied and averaged.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LAYERS = ("lower", "norm", "middle", "head")
 
 
 class Net(nn.Module):
-    """Three layers, with batch norm after the first or without."""
+    """Three layers, with or without batch norm after the first."""
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
@@ -51,8 +52,8 @@ class Net(nn.Module):
 
 @dataclass
 class Moment:
-    """The state after a round: the global parameters, and the model with which each client would
-    begin the next one.
+    """The state after a round: the global parameters and the start model of each client for the
+    next round.
     """
 
     parameters: Tensor
@@ -245,22 +246,20 @@ def squared_distance(model: nn.Module, centre: nn.Module) -> Tensor:
 
 
 class Overwrite:
-    """Local initialisation of most methods: the download replaces what the client had."""
+    """Local initialisation of most methods: the download replaces the client's parameters."""
 
     def start(self, client: int, number: int, received: nn.Module) -> nn.Module:
         return copy.deepcopy(received)
 
     def keep(self, client: int, trained: nn.Module) -> None:
-        """Nothing to remember."""
+        """Do nothing: this method has no memory."""
 
     def changes(self) -> bool:
         return False
 
 
 class Blend(Overwrite):
-    """ALA with autograd on the weights themselves: start = old + (received - old) * W in the named
-    parameters.
-    """
+    """ALA with autograd on W: start = old + (received - old) * W in the named parameters."""
 
     def __init__(
         self,
@@ -314,7 +313,8 @@ class Blend(Overwrite):
         }
         stored = self.weights.get(client, {n: torch.ones_like(previous[n]) for n in self.names})
         weights = {n: w.clone().requires_grad_() for n, w in stored.items()}
-        # A trial leaves nothing behind; the working model's statistics are thrown away in any case.
+        # A trial has no effect on the memory; the statistics of the working model are discarded in
+        # any case.
         scratch = copy.deepcopy(received).train()
         data, losses = self.sample(client, number), []
         while True:
@@ -356,7 +356,7 @@ class Blend(Overwrite):
 
 
 def preview(init: Overwrite, client: int, number: int, received: nn.Module) -> nn.Module:
-    """Return the start that a client would make of a download, without changing its memory."""
+    """Return the start of a client after a download, without a change to its memory."""
     return (
         init.preview(client, number, received)
         if isinstance(init, Blend)
@@ -385,9 +385,9 @@ def shared_model(
 ) -> list[Moment]:
     """Run the rounds that most methods share.
 
-    Each client has its module, into which the named parameters of the server are loaded.
-    `work(start, sent, i, t)` trains `start` in place; `score(model, i, t)` is the model used, given
-    the full model that the client would start from.
+    Each client has its module and loads the named parameters of the server into it. `work(start,
+    sent, i, t)` trains `start` in place. `score(model, i, t)` returns the model in use, given the
+    full start model of the client.
     """
     world, init = setting.world, setting.init
     names = world.names if names is None else names

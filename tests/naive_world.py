@@ -1,5 +1,6 @@
-"""The few clients on which fedloom's methods are compared with naive ones (`naive`,
-`naive_personal`).
+"""A few clients for the comparison of fedloom's methods with naive ones.
+
+Used by `naive` and `naive_personal`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ FEATURES = 5
 
 @dataclass
 class SmallWorld:
-    """Unequal clients with random data in float64 and their training settings; subclasses choose
-    labels and model.
+    """Unequal clients with random data in float64 and their training settings.
+
+    Subclasses choose labels and model.
     """
 
     norm: bool = False

@@ -1,4 +1,4 @@
-"""A small task for each objective, the same every time."""
+"""A small, reproducible task for each objective."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def absolute(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Tokens(nn.Module):
-    """Logits of the next of five tokens at each position, from the token there."""
+    """Logits of the next of five tokens at each position, from the token at this position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +50,7 @@ class Pixels(nn.Module):
 
 
 def draw(kind: str) -> tuple[Samples, nn.Module, Objective, int]:
-    """Return samples, a model, the objective and the number of classes of one kind, the same every
-    time.
-    """
+    """Return reproducible samples, a model, the objective and the number of classes of one kind."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return _draw(kind)

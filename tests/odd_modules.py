@@ -1,5 +1,6 @@
-"""Small modules with every feature that a module may have, at the top level so that worker
-processes find them.
+"""Small modules with every feature of modules.
+
+They are at the top level of this file so that worker processes can import them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def damped(_: nn.Module, gradients: tuple[Tensor | None], __: object) -> tuple[T
 
 
 class AddedWeights(nn.Module):
-    """Two parameters whose gradients are one tensor."""
+    """Two parameters with one tensor as their gradients."""
 
     def __init__(self) -> None:
         super().__init__()

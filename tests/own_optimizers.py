@@ -1,6 +1,4 @@
-"""Optimizers and learning-rate schedules as a user writes them, in a module that a configuration
-can name.
-"""
+"""Optimizers and learning-rate schedules of a user, in a module that a configuration can name."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ class Sign(torch.optim.Optimizer):
 
 
 class Normed(torch.optim.Optimizer):
-    """Divides each tensor's gradient by its norm, and matrices by their largest row besides: it
-    looks at whole tensors.
+    """Divides each gradient by its norm, and matrices also by their largest row, so it needs
+    whole tensors.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
@@ -45,7 +43,7 @@ class Normed(torch.optim.Optimizer):
 
 
 class Grouped(torch.optim.SGD):
-    """SGD whose matrices move ten times as fast as its vectors."""
+    """SGD with a ten times larger step for matrices than for vectors."""
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.0) -> None:
         tensors = list(params)
@@ -61,7 +59,7 @@ def no_optimizer(params: Iterable[Tensor], lr: float) -> None:
 
 
 def falling(done: int, total: int) -> float:
-    """Fall linearly from 1."""
+    """Decrease linearly from 1."""
     return 1 - done / total
 
 

@@ -1,6 +1,4 @@
-"""Methods that the tests of the processes engine run inside its workers, which import this module
-by name.
-"""
+"""Methods for tests of the processes engine; its workers import this module by name."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from small_task import CLASSES, KeepsClientMemory, small_task
 
 
 class WideNet(nn.Module):
-    """Batch norm and dropout again, and enough weights that they do not travel inside messages."""
+    """Batch norm and dropout again, with too many weights for a message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,8 +53,9 @@ def wide_task() -> Task:
 
 @dataclass
 class Deadly(KeepsClientMemory):
-    """A method whose client `victim` kills its own process, after it has written to its memory, the
-    first `times` times.
+    """A method with a client that kills its own process.
+
+    The client `victim` does so after a write to its memory, the first `times` times.
     """
 
     victim: int = 0
@@ -99,7 +98,7 @@ class Failing(FedAvg):
 
 @dataclass
 class OneByOne(FedAvg):
-    """Trains one client at a time and relies on it."""
+    """Trains one client at a time and depends on it."""
 
     facts = Facts(stackable=False)
 
@@ -110,7 +109,7 @@ class OneByOne(FedAvg):
 
 @dataclass
 class Misconfigured(FedAvg):
-    """A method that is misconfigured."""
+    """A method with invalid settings."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         raise InvalidValue("mu must be at least 0, not -1")
@@ -126,7 +125,7 @@ class Peeking(FedAvg):
 
 @dataclass
 class Reporting(FedAvg):
-    """A client half that keeps in its memory the plan and the round that it sees."""
+    """A client half that stores the plan and the round in its memory."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         seen = {"plan": described(self.plan), "round": described(cohort.round)}
@@ -136,7 +135,7 @@ class Reporting(FedAvg):
 
 
 def described(record: Any) -> dict[str, str]:
-    """Return the fields of a plan or of a round as text that is equal for equal values."""
+    """Return the fields of a plan or of a round as text; equal values give equal text."""
     return {field.name: _text(getattr(record, field.name)) for field in fields(record)}
 
 

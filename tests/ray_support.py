@@ -1,5 +1,6 @@
-"""Methods and scripts that the tests of the Ray engine run inside its actors, which import this
-module, and process helpers.
+"""Methods, scripts and process helpers for tests of the Ray engine.
+
+Its actors import this module.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ cluster that is started for it; it prints the processes of both.
 
 @dataclass
 class Echoing(FedAvg):
-    """A method that replies with the tensor that it was sent."""
+    """A method that replies with the received tensor."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return {"model": inbox["model"]}
@@ -101,8 +102,9 @@ def descendants(of: int | None = None) -> list[int]:
 
 
 class Stopped:
-    """Stops this process's descendants whose command a test chooses, as soon as they appear, until
-    `wake`.
+    """Stops selected descendants of this process as soon as they appear, until `wake`.
+
+    The test selects them by their command.
     """
 
     def __init__(self, chosen: Callable[[str], bool], spared: set[int]) -> None:
@@ -131,7 +133,7 @@ class Stopped:
 
 @contextmanager
 def stopped(chosen: Callable[[str], bool], spared: set[int]) -> Iterator[Stopped]:
-    """Stop processes until they are woken, here or at the end."""
+    """Stop processes until `wake`, or until the end."""
     stopper = Stopped(chosen, spared)
     try:
         yield stopper
@@ -150,8 +152,9 @@ def gone(processes: Iterable[int], patience: float = 600.0) -> bool:
 
 
 def gone_soon(processes: Iterable[int], seconds: float = 5.0) -> bool:
-    """Return True if all processes end within so many seconds of processor time. They are counted
-    on a busy processor, so that on a loaded machine they are as long as the processes' own.
+    """Return True if all processes end within this many seconds of processor time.
+
+    A busy processor counts the seconds, so they last longer on a loaded machine.
     """
     watched, began = list(processes), time.process_time()
     while not gone(watched, patience=0):
@@ -167,7 +170,7 @@ def counted(history: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
 
 
 def _stat(process: int) -> list[str] | None:
-    """Return state, parent and so on of a process; None if there is none."""
+    """Return state, parent and further fields of a process; None if it does not exist."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

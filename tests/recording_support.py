@@ -1,4 +1,4 @@
-"""Federations whose rounds are recorded, for the tests of recorders."""
+"""Federations with recorded rounds, for the tests of recorders."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Synthetic runs for the report's tests, and a headless Chromium driven over a pipe with its
-DevTools protocol.
+"""Synthetic runs for the report's tests, and a headless Chromium.
+
+A pipe with the DevTools protocol controls Chromium.
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ def ablations_drawn(page: str) -> list[dict[str, Any]]:
 
 
 class Browser:
-    """A headless Chromium with one page; `errors` gathers all that its console complains of."""
+    """A headless Chromium with one page; `errors` collects all errors of its console."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
         command_end, self._write = os.pipe()
         self._read, answer_end = os.pipe()
         options = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
-        # The protocol's pipe is expected as the descriptors 3 and 4.
+        # The protocol uses the descriptors 3 and 4.
         script = f'exec "$0" {options} "$@" 3<&{command_end} 4>&{answer_end}'
         self._process = subprocess.Popen(
             ["bash", "-c", script, CHROMIUM, f"--user-data-dir={profile}", "about:blank"],
@@ -141,8 +142,8 @@ class Browser:
         dark: bool = False,
         phone: bool = False,
     ) -> float:
-        """Load a page from disk and wait until all figures are drawn; return the seconds until the
-        last figure.
+        """Load a page from disk and wait until all figures are drawn; return the seconds until
+        the last figure.
         """
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone

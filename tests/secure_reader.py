@@ -1,4 +1,4 @@
-"""A second implementation of reading by docs/secure.md, without `fedloom.secure`."""
+"""A second reader of exchanges after docs/secure.md, without `fedloom.secure`."""
 
 from __future__ import annotations
 
@@ -132,8 +132,9 @@ class Reader:
         return hashlib.sha256(join(b"fedloom session", self.terms, *bodies)).digest()
 
     def note(self, sender: int, recipient: int, body: bytes) -> tuple[int, int, int, bytes]:
-        """Return repeat, kind, number and the layer with its index (or nothing) of a letter after
-        the introductions.
+        """Return repeat, kind, number and the layer with its index (or nothing) of a letter.
+
+        Letters after the introductions have this format.
         """
         self.verifying[sender].verify(body[-64:], body[:-64])
         magic, session, repeat, kind, from_peer, to_peer, number = struct.unpack_from(

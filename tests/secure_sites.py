@@ -1,5 +1,6 @@
-"""Sites that exchange layers over Flower's messages, without processes; their messages are recorded
-and can be changed.
+"""Sites that exchange layers over Flower's messages, without processes.
+
+Tests can record and change their messages.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ Change = Callable[[tuple[Letter, ...]], tuple[Letter, ...]]
 
 @dataclass
 class PeerNode(Node):
-    """A SuperNode that can fail in exchanges. `steps` counts the requests of its current exchange,
-    from 0.
+    """A SuperNode that can fail in exchanges. `steps` counts the requests of its current
+    exchange, from 0.
     """
 
     answers: list[Message] = field(default_factory=list)
-    # the exchange in which something happens, in round `round`, attempt 0
+    # the exchange with the fault, in round `round`, attempt 0
     when: str = "before_upload"
     round: str = "1"
-    leaves: int | None = None  # at this step it stops answering, for the rest of that round
+    leaves: int | None = None  # at this step it stops answering, for the remaining round
     drops_upload: bool = False
-    change: tuple[int, Change] | None = None  # at this step it is brought other letters
+    change: tuple[int, Change] | None = None  # at this step it receives other letters
     also: tuple[int, Change] | None = None
     steps: int = -1
     attempt: int = 0

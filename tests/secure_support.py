@@ -1,4 +1,4 @@
-"""Peers with random layers, a server, and the outcome of their exchange that the simulator expects."""
+"""Peers with random layers, a server, and the simulator's outcome of their exchange."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ def choices_of(seed: int) -> Callable[[Terms], Choices]:
 
 
 class WatchedTransport(InMemoryTransport):
-    """A transport that records every byte, and in which peers may fail or letters change in the
-    first attempt.
+    """A transport that records every byte, with faults in the first attempt.
 
-    `gone` says from which step on (0 is the terms) a peer answers no more; `tamper` may change what
-    is delivered. Steps are counted from the last terms.
+    `gone` gives the first step without an answer of a peer (0 is the terms). `tamper` may change
+    delivered messages. Steps are counted from the last terms.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class WatchedTransport(InMemoryTransport):
             if peer not in self._left:
                 answers |= super().carry({peer: request})
                 self.captured.append(answers[peer])
-                with suppress(ProtocolViolation):  # unreadable answers are the server's to refuse
+                with suppress(ProtocolViolation):  # the server must refuse unreadable answers
                     self.letters += PeerMessage.decode(answers[peer], peer).letters
         return answers
 
@@ -141,7 +140,7 @@ class World:
         return run_exchange(transport, self.terms(when, round), fewest=self.fewest)
 
     def outcome(self, terms: Terms) -> dict[int, list[bytes]]:
-        """Return the models after the exchange, opened by the server if they are sealed for it."""
+        """Return the models after the exchange; the server opens them if they are sealed for it."""
         layers = {k: self.peers[k].layers for k in terms.peers}
         assert all(self.peers[k].committed for k in terms.peers)
         if terms.when == "before_train":
@@ -151,7 +150,7 @@ class World:
         return {k: [layer for layer in model if layer is not None] for k, model in models.items()}
 
     def expected(self, terms: Terms) -> dict[int, list[bytes]]:
-        """Return the models after the exchange by the simulator."""
+        """Return the simulator's models after the exchange."""
         choices = choices_of(self.seed)(terms)
         sources = rehearse(terms.peers, len(SIZES), self.rules, choices, terms.when).sources
         return {

@@ -1,4 +1,4 @@
-"""A federation over the sites of a deployment, and the same one simulated on one machine."""
+"""A federation over the sites of a deployment, and its simulation on one machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ PATIENCE = 600
 
 
 def owner_settings(folder: Path, site: int) -> dict[str, str | int]:
-    """Return the settings of a site's owner: the folder of its memory, and for exchanges its key
-    and the others' keys.
+    """Return the settings of a site's owner.
+
+    They name the folder of the memory and, for exchanges, the site's key and the keys of the
+    others.
     """
     keys = folder / "keys" / f"site-{site}"
     return {
@@ -39,9 +41,11 @@ def owner_settings(folder: Path, site: int) -> dict[str, str | int]:
 
 
 class Trial:
-    """An app that trains the example's task by `algorithm` in a deployment, and the simulation of
-    the same configuration. `name` is that of the app and of its output; `overrides` change the
-    task.
+    """An app that trains the example's task by `algorithm`, and the simulation of its
+    configuration.
+
+    The app runs in a deployment. `name` is the name of the app and of its output; `overrides`
+    change the task.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Trial:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def absent(self) -> dict[int, list[int]]:
-        """Return the sites that did not answer, by round."""
+        """Return the sites without an answer, by round."""
         return {
             row["round"]: [fault["client"] for fault in row["faults"]]
             for row in self.rounds()
@@ -82,8 +86,9 @@ class Trial:
         )
 
     def wait_for_work(self, site: int, number: int) -> None:
-        """Wait until a site has been sent its work of a round, where it has been asked to train in
-        all rounds before.
+        """Wait until a site has received its work of a round.
+
+        The site must have received a train message in every round before.
         """
         count = self._asked[site] + number
         self.deployment.wait_until(
@@ -91,7 +96,7 @@ class Trial:
         )
 
     def _trainings(self, site: int) -> int:
-        """Return how often a site has been asked to train, in this run and before."""
+        """Return the number of train messages to a site, in this run and before."""
         return (
             (self.deployment.folder / f"site-{site}.log")
             .read_text()
@@ -99,7 +104,7 @@ class Trial:
         )
 
     def wait(self, run: int) -> None:
-        """Wait until a run has ended well."""
+        """Wait until a run has ended without an error."""
         status = self.deployment.wait_for_run(run, PATIENCE, sign=self.output / "result.json")
         assert status == "finished:completed", self.deployment.logs()
 
@@ -144,7 +149,7 @@ class Absences(RowsEngine):
         yield from super().train(
             pipeline, round, [task for task in jobs if task.client not in gone]
         )
-        gone_before = self.absent.get(round.number - 1, [])  # they are not sent anything
+        gone_before = self.absent.get(round.number - 1, [])  # they receive no message
         for job in jobs:
             if job.client in gone:
                 yield Fault(job, "absent", sent=job.client not in gone_before)

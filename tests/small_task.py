@@ -1,4 +1,4 @@
-"""A small task with clients of unequal sizes and local test data, and a method with client memory."""
+"""A small task with unequal clients and local test data, and a method with client memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ TEST_SIZES = (4, 1, 6, 0, 2, 3)
 
 
 class SmallNet(nn.Module):
-    """A network with dropout, which draws torch's random numbers, and by default with batch norm:
-    statistics and integer buffers.
+    """A network with dropout, which draws torch's random numbers.
+
+    By default it has batch norm: statistics and integer buffers.
     """
 
     def __init__(self, norm: bool = True) -> None:
@@ -38,8 +39,10 @@ class SmallNet(nn.Module):
 
 
 def small_task(own_test: bool = True, norm: bool = True) -> Task:
-    """Return a task of six clients; the samples of client i follow those of client i - 1, first all
-    for training, then all for testing.
+    """Return a task of six clients.
+
+    The samples of client i follow those for client i - 1, first all training samples, then all test
+    samples.
     """
     generator = torch.Generator().manual_seed(5)
     count = sum(TRAIN_SIZES) + sum(TEST_SIZES)
@@ -65,8 +68,9 @@ def small_task(own_test: bool = True, norm: bool = True) -> Task:
 
 
 class KeepsClientMemory(FedAvg):
-    """FedAvg whose clients keep their last model, train from its mean with the download, and would
-    train once more for use.
+    """FedAvg with a client memory: each client stores its last model.
+
+    It trains from the mean of this model and the download, and would train once more for use.
     """
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
@@ -80,7 +84,7 @@ class KeepsClientMemory(FedAvg):
 
 
 def other_notices(notices: Iterable[str]) -> list[str]:
-    """Return the notices without that of two clients with a last batch of one sample, which batch
-    norm skips.
+    """Return the notices without the notice of two clients with a last batch of one sample,
+    which batch norm skips.
     """
     return [text for text in notices if "skip the last sample" not in text]

@@ -1,7 +1,7 @@
-"""A Flower deployment on loopback: a SuperLink with TLS and authentication, SuperNodes and `flwr`,
-each in its process.
+"""A Flower deployment on loopback: a SuperLink with TLS and authentication, SuperNodes and
+`flwr`.
 
-Each "machine" has its folder with its keys and its home for Flower.
+Each program has its own process. Each "machine" has a folder with its keys and its home for Flower.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ENVIRONMENT = {
     "PATH": f"{_PROGRAMS}{os.pathsep}{os.environ.get('PATH', '')}",
 }
 
-# `flower-supernode`, but it looks for messages every half a second, where it would wait for 3.
+# `flower-supernode` that looks for messages every half a second instead of every 3 seconds.
 _SUPERNODE = """
 import sys, time, types
 import flwr.supernode.start_client_internal as supernode
@@ -54,8 +54,8 @@ sys.argv[0] = "flower-supernode"
 flower_supernode()
 """
 
-# `flwr-clientapp`, but it does not import the SuperNode, databases and all, which takes longer than
-# all else that it imports.
+# `flwr-clientapp` without the import of the SuperNode and its databases, which takes longer than
+# all its other imports.
 _CLIENTAPP = f"""\
 #!{sys.executable}
 import sys, types
@@ -64,8 +64,8 @@ from flwr.supernode.cli import flwr_clientapp
 flwr_clientapp()
 """
 
-# `flwr`, command after command, since it takes longer to start than to do anything: arguments in
-# JSON, then what it says.
+# A server for `flwr` commands, because `flwr` takes longer to start than to run a command. It reads
+# arguments in JSON and prints the output.
 _FLWR = """
 import json, os, sys, tempfile
 from flwr.cli.app import app
@@ -87,8 +87,10 @@ for line in sys.stdin:
 
 
 class Deployment:
-    """A SuperLink and its sites. `folder` holds all that they write; `keys` are theirs. Sites that
-    are `hurried` lose less time than Flower's programs do.
+    """A SuperLink and its sites.
+
+    `folder` holds all their files; `keys` are their keys. Sites with `hurried` lose less time than
+    Flower's programs.
     """
 
     def __init__(self, folder: Path, sites: int, hurried: bool) -> None:
@@ -111,8 +113,9 @@ class Deployment:
         )  # fmt: skip
 
     def start_server(self) -> None:
-        """Start the SuperLink, or start it again, and wait until it answers. It remembers nodes and
-        runs in its database.
+        """Start the SuperLink, or start it again, and wait until it answers.
+
+        Its database holds its nodes and runs.
         """
         keys = self.keys.server
         self._start(
@@ -136,15 +139,15 @@ class Deployment:
         self.wait_until(answers, 300, "the SuperLink to answer")
 
     def register(self) -> None:
-        """Let the SuperLink know the public key of each site."""
+        """Register the public key of each site at the SuperLink."""
         for site in range(self.count):
             self.flwr("supernode", "register", str(self.keys.public(site)))
 
     def start_site(self, site: int, **settings: str | int) -> None:
         """Start a site's SuperNode; `settings` go to its node-config beside its number.
 
-        It is started until it is let in: for up to a minute after a machine was lost, the SuperLink
-        takes its node for one that is still there, and refuses another with the same key.
+        The start is repeated until the SuperLink accepts it. For up to a minute after the loss of a
+        machine, the SuperLink regards its node as online, and refuses another with the same key.
         """
         values = {"partition-id": site, "num-partitions": self.count} | {
             name.replace("_", "-"): value for name, value in settings.items()
@@ -163,7 +166,7 @@ class Deployment:
         """Return the output of a SuperNode with this private key, which the SuperLink refuses."""
         self._start("stranger", *self._node(key))
         assert self._processes["stranger"].wait(timeout=300) != 0
-        self.kill("stranger")  # what it has started may be there still
+        self.kill("stranger")  # its child processes may still run
         return (self.folder / "stranger.log").read_text(errors="replace")
 
     def _node(self, key: Path) -> list[str]:
@@ -176,9 +179,11 @@ class Deployment:
         ]  # fmt: skip
 
     def kill(self, name: str) -> None:
-        """SIGKILL to every process of `server` or `site-<number>`, as when its machine is lost."""
+        """Send SIGKILL to every process of `server` or `site-<number>`, as if the machine were
+        lost.
+        """
         process = self._processes.pop(name)
-        while running := self.running(name):  # while some are killed, others may start more
+        while running := self.running(name):  # new ones may start during the kill
             for pid in running:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -204,8 +209,8 @@ class Deployment:
         return code, output
 
     def run(self, app: Path, **configuration: str | float) -> int:
-        """Start a run of the app and return its number; `configuration` changes values of the app's
-        configuration.
+        """Start a run of the app and return its number; `configuration` changes values of the
+        app's configuration.
         """
         values = [
             f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in configuration.items()
@@ -220,8 +225,9 @@ class Deployment:
         return str(runs[0]["status"])
 
     def wait_for_run(self, run: int, seconds: float, sign: Path | None = None) -> str:
-        """Wait for the end of a run and return its status. `sign`, a file that it writes at its
-        end, saves asking often.
+        """Wait for the end of a run and return its status.
+
+        The run writes the file `sign` at its end, which saves many status requests.
         """
         status, polled = "", 0.0
 
@@ -277,7 +283,7 @@ class Deployment:
         )
 
     def stop(self) -> None:
-        """Kill everything that is left."""
+        """Kill all remaining processes."""
         self._operator.kill()
         self._operator.communicate()
         for name in list(self._processes):
@@ -300,8 +306,10 @@ class Deployment:
         return self.running(f"site-{site}", b"site_worker")
 
     def running(self, name: str, program: bytes = b"") -> list[int]:
-        """Return the processes of a machine, found by its home, since Flower starts some in other
-        sessions; `program` selects those whose command names it.
+        """Return the processes of a machine.
+
+        They are found by its home, because Flower starts some in other sessions. `program` selects
+        the processes with this name in their command.
         """
         mark = f"FLWR_HOME={self._home(name)}".encode()
         pids = []
@@ -312,7 +320,7 @@ class Deployment:
                     and program in (folder / "cmdline").read_bytes()
                 ):
                     pids.append(int(folder.name))
-            # it has ended, or is another user's
+            # it has ended, or belongs to another user
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
         return pids
@@ -342,7 +350,7 @@ class Deployment:
 def deployed(
     folder: Path, sites: int, settings: Callable[[int], dict[str, str | int]], hurried: bool = True
 ) -> Iterator[Deployment]:
-    """Run a deployment whose sites are registered and online; `settings` of a site go to its
+    """Run a deployment with registered sites that are online; `settings` of a site go to its
     node-config.
     """
     deployment = Deployment(folder, sites, hurried)

@@ -1,5 +1,6 @@
-"""The four stages of the exchange alone and in the simulator: invariants, traffic and the
-distribution of destinations.
+"""The four stages of the exchange without peers and in the simulator.
+
+The tests cover invariants, traffic and the distribution of destinations.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def seeded(seed: int) -> Choices:
 
 
 def one_stream(seed: int) -> Choices:
-    """Take all choices from one continuing stream: quick for many exchanges in a row."""
+    """Take all choices from one stream, for the speed of many exchanges in a row."""
     draws = stream_draw(stream(seed, "test"))
     return lambda peer, purpose: draws
 
@@ -102,7 +103,7 @@ def test_two_peers_swap_or_keep() -> None:
         tuple(rehearse([0, 1], 1, Rules(1, 1, 1), seeded(s), "before_upload").sources[0])
         for s in range(20)
     }
-    assert orders == {(0, 1)}  # each is alone in the other's empty buffer and comes back
+    assert orders == {(0, 1)}  # each layer meets an empty buffer and returns
     orders = {
         tuple(rehearse([0, 1], 2, Rules(1, 1, 1), seeded(s), "before_upload").sources[0])
         for s in range(40)
@@ -150,9 +151,8 @@ def exact_destinations(count: int, sent: Fraction) -> list[Fraction]:
     """Return the probability that layer 0 of peer 0 ends at each peer after one repeat, by
     enumeration.
 
-    Each peer sends this index with probability `sent`, to one of the others; at each recipient,
-    what it holds is spread uniformly over those that must be answered and, if it kept its own,
-    itself.
+    Each peer sends this index with probability `sent`, to one of the others. Each recipient
+    distributes its layers uniformly over the senders and, if it did not send its layer, itself.
     """
     result = [Fraction(0)] * count
     options = [[peer, *(k for k in range(count) if k != peer)] for peer in range(count)]
@@ -185,7 +185,7 @@ def test_destinations_follow_the_exact_distribution(
     observed = [counts[peer] for peer in range(count)]
     assert chisquare(observed, [float(p) * number for p in exact]).pvalue > 1e-3
     away = observed[1:]
-    assert len(set(exact[1:])) == 1  # once away from home, a layer can be anywhere alike
+    assert len(set(exact[1:])) == 1  # after the first move, all places have equal probability
     assert chisquare(away).pvalue > 1e-3
 
 
@@ -243,7 +243,7 @@ def test_the_exchange_moves_downloads_and_uploads() -> None:
     clients = torch.tensor([5, 6, 2])
     pipeline.close(exchange, Replies({"model": matrix}, clients, slots, torch.ones(3), exchange))
     sources_before_upload = rehearse([5, 6, 2], 3, Rules(3, 1, 3), choices, "before_upload").sources
-    # it dropped out: its slot is as it was
+    # it dropped out: its slot is unchanged
     assert torch.equal(method.method.state["pool"][1], pool[1])
     for unit, source in zip(units, sources_before_upload, strict=True):
         for slot, origin in zip((0, 2, 3), source, strict=True):
@@ -258,7 +258,7 @@ def test_the_exchange_moves_downloads_and_uploads() -> None:
         for clients, when in (((5, 0, 6, 2), "before_train"), ((5, 6, 2), "before_upload"))
     ]
     assert method.diagnose()["peer_bytes"] == sum(both)
-    # Nobody replied: there was no exchange before the upload.
+    # No client replied, so there was no exchange before the upload.
     pipeline.finish(pipeline.open(round, Selection(round.selected)))
     assert method.diagnose()["peer_bytes"] == both[0]
 
@@ -271,8 +271,7 @@ def test_the_mean_is_fedmr_s_and_the_record_has_the_peers_bytes(when: str) -> No
     )
     plain.step()
     record, _ = secure.step()
-    # In the first round all models start equal, so that it makes no difference who holds which
-    # layer.
+    # In the first round all models are equal, so the exchange has no effect on the result.
     torch.testing.assert_close(secure.model(), plain.model(), rtol=1e-12, atol=1e-12)
     for columns in (columns for unit in secure.task.layout.units("layer") for columns in unit):
         pools = [run.server_state() for run in (plain, secure)]

@@ -1,5 +1,6 @@
-"""Faults of an exchange are noticed, named and lose no layer; a lying peer costs the others only
-time.
+"""Faults of an exchange are noticed, named and lose no layer.
+
+A lying peer costs the others only time.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ ON_THE_WAY: dict[str, tuple[int, str, Change]] = {
 @pytest.mark.parametrize("name", ON_THE_WAY)
 @pytest.mark.parametrize("when", ["before_upload", "before_train"])
 def test_faults_on_the_way_are_noticed_and_lose_no_layer(name: str, when: str) -> None:
-    """The server saw a correct message of the sender, so the recipient is left out."""
+    """The server saw a correct message of the sender, so it excludes the recipient."""
     step_of, kind, change = ON_THE_WAY[name]
     delivered: list[Letter] = []
     named: list[int] = []
@@ -138,7 +139,7 @@ def test_faults_on_the_way_are_noticed_and_lose_no_layer(name: str, when: str) -
     assert set(terms.peers) == set(world.numbers) - {12}
     assert world.outcome(terms) == world.expected(terms)
     assert world.peers[12].layers == world.models[12]
-    # The same with no peer to spare: nothing happened.
+    # The same without a spare peer: the exchange has no effect.
     strict = World(5, rules=Rules(2, 3, 3), seed=1, fewest=5)
     delivered.clear()
     with pytest.raises(ExchangeAborted, match="exchange aborted with 4 of at least 5 peers left"):
@@ -191,7 +192,7 @@ def test_a_parcel_for_another_peer_or_of_another_exchange_is_refused() -> None:
 
 
 def sends(step_of: int, change: Change) -> type[Peer]:
-    """Return a peer class whose answer to one step is changed."""
+    """Return a peer class with a changed answer to one step."""
 
     class Changed(Peer):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -248,7 +249,7 @@ class Stingy(Peer):
 
 
 class Idle(Peer):
-    """Sends fewer layers than agreed, so that its own model is mixed with nobody's."""
+    """Sends fewer layers than agreed, so that its own model is mixed with no other model."""
 
     def _send(self) -> list[Letter]:
         super()._send()
@@ -256,7 +257,7 @@ class Idle(Peer):
 
 
 class Doubling(Peer):
-    """Sends one layer twice to the same peer, as if it were two."""
+    """Sends one layer twice to the same peer, as two layers."""
 
     def _send(self) -> list[Letter]:
         to = super()._send()[-1].recipient
@@ -268,7 +269,7 @@ class Doubling(Peer):
 
 
 class Confusing(Peer):
-    """Returns layers of another index than was sent to it."""
+    """Returns layers of another index than it received."""
 
     def _parcels(self, going: Any, kind: int) -> list[Letter]:
         if kind == SENT:
@@ -277,7 +278,7 @@ class Confusing(Peer):
 
 
 class Garbling(Peer):
-    """Signs parcels that nobody can open."""
+    """Signs parcels that no peer can open."""
 
     def _letter(self, peer: int, kind: int, number: int, content: bytes | None = None) -> Letter:
         letter = super()._letter(peer, kind, number, content)
@@ -294,7 +295,7 @@ class Shrinking(Peer):
 
 
 class Posing(Peer):
-    """Signs its keys with an identity that nobody knows."""
+    """Signs its keys with an unknown identity."""
 
     def _enter(self, terms: Terms) -> None:
         self.identity = Ed25519PrivateKey.generate()
@@ -302,7 +303,7 @@ class Posing(Peer):
 
 
 class Weak(Peer):
-    """Introduces a key with which every shared secret is zero, properly signed."""
+    """Introduces a signed key that makes every shared secret zero."""
 
     def _enter(self, terms: Terms) -> None:
         super()._enter(terms)
@@ -312,7 +313,7 @@ class Weak(Peer):
 
 
 class Forging(Peer):
-    """Writes in another's name."""
+    """Writes in another peer's name."""
 
     def handle(self, request: bytes) -> bytes:
         answer = PeerMessage.decode(super().handle(request), self.number)
@@ -330,7 +331,7 @@ class Babbling(Peer):
 
 
 class Nesting(Babbling):
-    """Answers with lengths that a careless reader would follow for ever."""
+    """Answers with lengths that make a careless reader loop for ever."""
 
     def handle(self, request: bytes) -> bytes:
         return pack(b"[" * 200_000)
@@ -365,7 +366,7 @@ class Empty(Babbling):
 def test_a_peer_that_breaks_the_exchange_is_named_and_left_out(
     kind_of_peer: type[Peer], fault: str
 ) -> None:
-    # Two layers of one size, so that only the index tells them apart.
+    # Two layers of one size: only the index distinguishes them.
     world = World(4, sizes=(40, 40), rules=Rules(1, 2, 2), kinds={13: kind_of_peer})
     world.offer()
     began = time.monotonic()
@@ -395,7 +396,7 @@ def test_a_peer_with_other_rules_or_layers_is_left_out(change: str) -> None:
     assert world.outcome(terms) == world.expected(terms)
 
 
-# --- peers that lie about others ---
+# --- peers with false claims about others ---
 
 
 def accusing(kind: str, accused: int, step_of: int, detail: str = "") -> type[Peer]:
@@ -434,12 +435,13 @@ def test_an_accuser_without_proof_is_left_out(kind: str, accused: int, step: int
 
 
 def test_an_accusation_that_nobody_can_check_is_believed_once() -> None:
-    """A peer that claims of parcel after parcel that it cannot be opened leaves with the second
-    peer that it accuses; only senders of parcels can be accused.
+    """A peer that rejects parcel after parcel leaves with the second peer that it accuses.
+
+    Only senders of parcels can be accused.
     """
 
     class Complaining(Peer):
-        """Claims that the first parcel it receives cannot be opened."""
+        """Claims that it cannot open the first parcel it receives."""
 
         def _open(self, parcels: Any) -> Any:
             if parcels:
@@ -487,7 +489,7 @@ def test_texts_of_peers_are_short_and_plain() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_random_bytes_raise_only_protocol_violations(data: st.DataObject) -> None:
-    """Send a message with bytes changed, cut or inserted to a peer and to the server."""
+    """Send a message with changed, cut or inserted bytes to a peer and to the server."""
     world = World(3)
     world.offer()
     peer = world.peers[10]
@@ -532,8 +534,8 @@ def test_another_server_key_for_one_peer_is_noticed() -> None:
     with pytest.raises(ExchangeAborted):
         world.exchange(transport)
     world.offer()
-    # By itself the honest server above refuses to carry what 11 signs; a dishonest one carries it,
-    # and the peers notice.
+    # The honest server above refuses to carry the message signed by peer 11. A dishonest server
+    # carries it, and the peers notice.
     begun = transport.carry(
         {k: PeerMessage("begin", world.terms(run="another")).encode() for k in world.numbers}
     )
@@ -638,8 +640,8 @@ def test_a_peer_needs_two_others_by_default() -> None:
 
 
 def test_a_model_is_uploaded_once() -> None:
-    """From the uploads of four peers and of three of them, a server would know the fourth peer's
-    layers.
+    """A server that has the uploads of four peers and of three of them could compute the fourth
+    peer's layers.
     """
     world = World(4)
     terms, _ = world.exchange(InMemoryTransport(world.peers))
@@ -687,7 +689,7 @@ def test_the_server_notices_copied_altered_and_missing_layers_and_uses_the_other
         models, faults = KEY.open_models({**uploads, 12: upload}, terms)
         assert [(fault.kind, fault.peer) for fault in faults] == [("invalid", 12)]
         assert models == {k: good[k] for k in (10, 11)}
-    world.peers[11].abort()  # the round is given up, even after the commitment
+    world.peers[11].abort()  # the round is abandoned, even after the commitment
     assert world.peers[11].layers == world.models[11]
 
 

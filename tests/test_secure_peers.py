@@ -1,5 +1,6 @@
-"""The library: real envelopes and letters between peers in memory, and the contents that each party
-can read.
+"""Exchanges with real envelopes and letters between peers in memory.
+
+The tests also check the contents that each party can read.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def test_no_plaintext_passes_through_the_carrier_and_all_parcels_look_alike(when
         assert unseal(note.payload, KEY.private, note.header()) is None
         assert note._replace(session=b"", payload=b"") == Note(
             b"", note.repeat, note.kind, parcel.sender, parcel.recipient, note.number
-        )  # the carrier learns who wrote to whom, when, and how many: nothing names a layer
+        )  # the carrier sees senders, recipients, times and numbers of letters, and no layer
     numbers: dict[tuple[int, ...], list[int]] = {}
     for parcel in parcels:
         note = read_note(parcel.body, parcel.sender)
@@ -151,8 +152,9 @@ def test_before_upload_peers_never_hold_another_s_plain_layer() -> None:
 
 
 def test_a_parcel_names_its_stage_one_sender_to_its_recipient_and_nothing_else() -> None:
-    """Algorithm 2 grants a recipient (sender, index) in stage 1, and in stage 3 a layer of an index
-    that it sent itself.
+    """Algorithm 2 allows a recipient to read (sender, index) in stage 1.
+
+    In stage 3 it may read a layer of an index that it sent itself.
     """
     world = World(4, rules=Rules(1, 2, 2))
     transport = WatchedTransport(world.peers)
@@ -234,7 +236,9 @@ def test_peers_may_be_restarted_before_every_request(when: str) -> None:
 def test_colluding_peers_and_server_learn_of_an_honest_peer_only_the_layers_it_sent_them(
     colluding: tuple[int, ...],
 ) -> None:
-    """Colluders open every parcel for them and, in these, the envelopes for the server."""
+    """Colluders open every parcel addressed to them and the envelopes for the server inside
+    these parcels.
+    """
     repeats: Counter[int] = Counter()
     for seed in range(1, 5):
         world = World(5, rules=Rules(2, 1, 2), seed=seed)

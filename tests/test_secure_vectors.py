@@ -1,7 +1,7 @@
-"""Messages of an exchange have the bytes that docs/secure.md describes: recorded ones in
-`vectors/` and new ones.
+"""Messages of an exchange have the bytes that docs/secure.md describes.
 
-`python tests/test_secure_vectors.py` records an exchange anew, where the description has changed.
+The tests read recorded messages in `vectors/` and new ones. If the description changes, `python
+tests/test_secure_vectors.py` records a new exchange.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def recorded(when: str) -> dict[str, Any]:
 
 
 def require_exchange_as_documented(case: dict[str, Any]) -> None:
-    """Read a recorded exchange by the page alone, and require that it moves every layer as the page
-    says.
+    """Read a recorded exchange with only the rules of docs/secure.md, and check every move of a
+    layer.
     """
     server = X25519PrivateKey.from_private_bytes(bytes.fromhex(case["server_key"]))
     identities = {

@@ -1,5 +1,6 @@
-"""A trained model in use: loaded with its preprocessing, predicting, exported; in Python and at a
-terminal.
+"""A trained model in use: loading with preprocessing, prediction and export.
+
+The tests use Python and the command line.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def test_a_classifier_predicts_the_names_of_classes(tmp_path: Path) -> None:
     assert predicted.tolist() == [model.classes[k] for k in probabilities.argmax(1)]
     assert np.allclose(probabilities.sum(1), 1)
     assert (predicted == frame.outcome.to_numpy()).mean() > 0.9
-    # On the test rows, it is right as often as the run says.
+    # On the test rows, the accuracy equals the accuracy of the run.
     task = result.task
     with torch.no_grad():
         accuracy = (model.module(task.test.inputs).argmax(1) == task.test.labels).double().mean()
@@ -79,7 +80,7 @@ def test_a_regression_predicts_in_the_units_of_its_target(tmp_path: Path) -> Non
     assert np.abs(predicted - frame.cost).max() < 20
     record = result.history[-1]
     assert record["rmse"] < 20 < 400 < frame.cost.min()
-    # The figures are those of the predictions, in the same units.
+    # The figures and the predictions have the same units.
     task, objective = result.task, result.task.objective
     outputs = result.model(task.test.inputs)[:, 0].detach()
     errors = objective.in_units(outputs) - objective.in_units(task.test.labels)

@@ -56,11 +56,11 @@ def test_a_shift_is_drawn_from_the_seed_and_the_client_alone(expression: str) ->
     assert shift is not None
     mixed = Partition.of([rows[::-1] for rows in np.array_split(np.arange(12), CLIENTS)])
     samples = fl.Samples(inputs, torch.zeros(12, dtype=torch.int64))
-    # whatever the order of a client's samples
+    # for any order of a client's samples
     assert torch.equal(shift.apply(samples, mixed, 3).inputs, expected)
     assert torch.equal(samples.inputs, pictures())  # a copy is changed
     partition = Partition.of([np.arange(4)])
-    # samples of no client stay
+    # samples without a client are unchanged
     assert torch.equal(shift.apply(samples, partition, 3).inputs[4:], inputs[4:])
 
 
@@ -74,8 +74,8 @@ def test_right_angles_are_exact_and_evenly_distributed() -> None:
 
 
 def test_other_angles_turn_about_the_centre() -> None:
-    """A bright spot to the right of the centre stands above it after nearly 90 degrees, and at 45
-    half-way.
+    """A bright spot to the right of the centre is above it after nearly 90 degrees, and half-way
+    at 45.
     """
     spot = torch.zeros(1, 1, 21, 21)
     spot[0, 0, 10, 18] = 1

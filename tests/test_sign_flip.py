@@ -1,4 +1,7 @@
-"""Sign flip: malicious clients upload the negated update, against the clients' honest work."""
+"""Sign flip: malicious clients upload the negated update.
+
+The results are compared with the uploads of honest clients.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def malicious(share: float) -> list[int]:
 def test_malicious_clients_upload_the_flipped_update_of_the_parameters(
     model: str, scale: float
 ) -> None:
-    """The pool of `indep` shows each client's upload; statistics of batch norm stay honest."""
+    """The pool of `indep` shows each client's upload; batch-norm statistics are not changed."""
     attacked = federation(f"sign_flip(indep, share=0.4, scale={scale})", model)
     honest = federation("indep", model)
     clients = honest.history[0]["clients"]

@@ -1,5 +1,6 @@
-"""The stacked engine gives the numbers of the rows engine, with every method and however clients
-train.
+"""The stacked engine gives the numbers of the rows engine.
+
+This holds with every method and every setting of training.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def federated(
 def assert_same(
     expected: Federation, actual: Federation, tolerance: float = 1e-8, notices: Sequence[str] = ()
 ) -> None:
-    """The same server state, memory, figures and bytes; an engine had to say no more than these
+    """Assert equal server state, memory, figures and bytes, and that engines issue only these
     notices.
     """
     engine = actual.engine
@@ -154,15 +155,15 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
 def test_every_optimiser_gives_the_numbers_of_rows(
     optimizer: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One optimizer moves all rows until short batches separate them, or each row has its own from
-    the start.
+    """One optimizer moves all rows until short batches separate them; otherwise each row has its
+    own.
     """
     monkeypatch.setattr("fedloom.local.optimizer.JOINT_WEIGHTS", 10**9 if shared else 0)
     split: list[int] = []
     of_row = _Optimizer.of_row
 
     def noted(self: _Optimizer, k: int) -> _Optimizer:
-        if len(self.tensors[0]) > 2:  # two clients train where shortcuts are proven
+        if len(self.tensors[0]) > 2:  # two clients train in the proof of the shortcuts
             split.append(k)
         return of_row(self, k)
 
@@ -181,7 +182,7 @@ def test_every_optimiser_gives_the_numbers_of_rows(
 @pytest.mark.parametrize("engine", [RowsEngine, StackedEngine])
 @pytest.mark.parametrize("method", ["fedavg", "moon", "fedrep", "fedgen"])
 def test_training_leaves_the_tasks_model_as_it_was(engine: type[RowsEngine], method: str) -> None:
-    """Engines share its tensors until they bind their own modules to rows."""
+    """The engine uses the tensors of the task's model until it binds its own modules to rows."""
     task = world()
     original = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     run = federated(engine, task, method, rounds=2)
@@ -211,7 +212,9 @@ class Drawing(nn.Module):
 
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "fedsam"])
 def test_dropout_draws_each_clients_own_masks(method: str) -> None:
-    """Statistics, counts of batches and personal scores too; the model is in single precision."""
+    """Statistics, counts of batches and personal scores are equal too; the model has single
+    precision.
+    """
     task = small_task()
     schedule = Schedule(rounds=3, participation=0.8, seed=2, evaluate_every=1, personal_every=1)
     runs = [
@@ -227,7 +230,7 @@ def test_dropout_draws_each_clients_own_masks(method: str) -> None:
 
 
 def image_task(module: nn.Module, **changes: Any) -> Task:
-    """Bytes that are normalised, held by five unequal clients."""
+    """Bytes that are normalised, from five unequal clients."""
     draw = torch.Generator().manual_seed(2)
     images = torch.randint(0, 256, (sum(SIZES), 1, 8, 8), generator=draw, dtype=torch.uint8)
     samples = Samples(images, torch.randint(10, (sum(SIZES),), generator=draw))
@@ -252,8 +255,8 @@ def test_images_are_prepared_augmented_and_dropped_alike(augmentation: str) -> N
 
 
 def test_statistics_of_a_stack_move() -> None:
-    """Were they no contiguous blocks while vmap runs, batch norm's moves would be lost without a
-    word.
+    """Statistics are contiguous blocks under vmap; otherwise batch norm would lose its updates
+    silently.
     """
     task = world()
     stack = StackedModule(task.model, task.layout)
@@ -274,11 +277,11 @@ def test_statistics_of_a_stack_move() -> None:
     assert stack.integers().tolist() == [[1], [1], [1]]
 
 
-# --- what cannot be stacked, and what goes wrong ---
+# --- unsupported models and errors ---
 
 
 class Branching(nn.Module):
-    """Branches on its data, which a batched step cannot do."""
+    """Branches on its data, so a batched step is impossible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +293,7 @@ class Branching(nn.Module):
 
 
 class Noisy(Branching):
-    """Draws by itself, from torch's global generator."""
+    """Draws random numbers from torch's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(x + torch.randn_like(x))
@@ -323,7 +326,7 @@ class OneByOne(FedAvg):
 
 
 class Failing(FedAvg):
-    """Client 2 fails, client 4 uploads what is not finite."""
+    """Client 2 fails, client 4 uploads values that are not finite."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         if 2 in cohort.clients:

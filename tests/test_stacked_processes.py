@@ -1,5 +1,6 @@
-"""Worker processes that train stacks give the numbers of the rows engine, with every method, also
-if workers die.
+"""Worker processes that train stacks give the numbers of the rows engine, with every method.
+
+This holds also if workers die.
 """
 
 from __future__ import annotations

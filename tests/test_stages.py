@@ -1,4 +1,4 @@
-"""Methods in stages: switches at given rounds, and at a loss that has stopped falling."""
+"""Methods in stages: switches at given rounds, and after the loss has stopped decreasing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from naive import State, World, assert_same, average, shares, uniform
 from naive_personal import World as Personal
 from small_task import small_task
 
-# an improvement that this data cannot keep up, so that the switch comes within a few rounds
+# an improvement too large for this data, so that the switch occurs within a few rounds
 SLOW = 0.3
 
 
@@ -88,7 +88,7 @@ def test_the_model_between_two_stages_is_that_of_the_finished_one() -> None:
 def test_a_later_stage_is_a_run_of_its_own_from_the_model_of_the_stage_before(
     method: str, before: str
 ) -> None:
-    """Of whole batches in a deterministic model no number depends on a random stream."""
+    """With whole batches and a deterministic model, no number depends on a random stream."""
     settings = Training(learning_rate=0.1, batch_size=None)
     norm = method in ("silobn", "fedbn", "fedrep")
     world = Personal(norm=norm, rounds=6, participation=1.0, training=settings)
@@ -104,7 +104,7 @@ def test_a_later_stage_is_a_run_of_its_own_from_the_model_of_the_stage_before(
 
 
 class AtSites(RowsEngine):
-    """Trains and personalises as sites do, which have the expression and the messages alone."""
+    """Trains and personalises as sites do: they have only the expression and the messages."""
 
     expression = ""
 
@@ -169,7 +169,7 @@ def test_the_ramp_of_fedkdmr_begins_with_its_stage() -> None:
 
 
 def test_memory_of_a_stage_lasts_to_the_next_one_of_its_kind() -> None:
-    """FedProx in between touches no memory of MOON's."""
+    """FedProx between two stages of MOON does not change MOON's memory."""
     world = World(rounds=4, participation=1.0)
     run = world.run(build("stages(moon:1, fedprox:2, moon)"))
     assert run.memory(0, "moon_model").shape == (run.federation.task.layout.size,)
@@ -212,7 +212,7 @@ def test_an_expression_round_trips(expression: str) -> None:
     assert build(str(method)) == method
 
 
-# --- stages that end by themselves ---
+# --- stages that end automatically ---
 
 
 def test_a_loss_that_has_stopped_improving_ends_a_stage() -> None:
@@ -247,8 +247,9 @@ def held_out(world: World, client: int) -> tuple[torch.Tensor, torch.Tensor]:
 def naive_fedavg_that_waits(
     world: World, selected: list[list[int]]
 ) -> tuple[list[State], list[float]]:
-    """Run FedAvg without the held-out samples; return the models and the loss of each round's
-    download on the held-out ones.
+    """Run FedAvg without the held-out samples.
+
+    Return the models and, for each round, the loss of the download on the held-out samples.
     """
     state, models, losses = world.initial(), [], []
     settings = world.training
@@ -331,8 +332,8 @@ def test_a_stage_ends_when_the_loss_on_held_out_samples_stops_falling(
     repeated.run()
     assert stages_of(repeated) == [0.0] * (switch - 1) + [1.0] * (
         8 - switch + 1
-    )  # after its last round the next method is up
-    # From then on it is FedMR from the model that FedAvg left, on all samples.
+    )  # after its last round the next method is active
+    # From then on it is FedMR from the last model of FedAvg, on all samples.
     expected = average(
         [world.train(models[switch - 1], switch + 1, c)[0] for c in run.selected[switch]],
         [1 / 3] * 3,

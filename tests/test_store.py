@@ -59,7 +59,9 @@ OPERATIONS = st.lists(
 def test_a_store_is_a_dictionary_whatever_its_budget(
     operations: list[tuple], budget: int, inline: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Also after undone rounds, and after a restart from either of the two newest checkpoints."""
+    """The store equals the dictionary after undone rounds, and after a restart from either of
+    the two newest checkpoints.
+    """
     directory = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fedloom.state.store, "INLINE", inline)
@@ -79,7 +81,7 @@ def test_a_store_is_a_dictionary_whatever_its_budget(
                 if store.rollback():
                     pending = dict(settled)
                 else:
-                    # only a round that outgrows half the budget cannot be undone
+                    # only a round larger than half the budget cannot be undone
                     assert budget < 10_000
                     break
             elif operation == "checkpoint":

@@ -1,5 +1,6 @@
-"""Successors of recombination and methods of other libraries against a second computation of their
-definitions.
+"""Successors of recombination and methods of other libraries against a second computation.
+
+The second computation follows the definitions of the methods.
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ def without_label(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def trained_with(world: World, rounds: Rounds, term: Callable[..., Any]) -> Iterator[State]:
-    """FedAvg whose clients use `term(world, logits, features, x, y, client, sent)` as the loss of
-    each batch.
-    """
+    """FedAvg with `term(world, logits, features, x, y, client, sent)` as the loss of each batch."""
     state = world.initial()
     for number, clients in enumerate(rounds, start=1):
         uploads = []
@@ -199,7 +198,7 @@ def travelling(
     mix: Callable[[int, list[State]], list[State]],
     loss_of: Any = None,
 ) -> Iterator[State]:
-    """Train a pool of models, one a slot, mix them by `mix(number, uploads)` and yield their mean
+    """Train a pool of models, one per slot, mix them by `mix(number, uploads)`; yield their mean
     after each round.
     """
     pool = [world.initial() for _ in rounds[0]]
@@ -219,8 +218,8 @@ def travelling(
 
 
 def sum_over_pairs(one: State, other: State) -> float:
-    """The authors' code: a list of two tensors after the other, the cosine of each list, and once
-    more that of the last list.
+    """The authors' code: sum the cosines of pairs of consecutive tensors; the last cosine counts
+    twice.
     """
     total, here, there = 0.0, [], []
     tensors = [(t.double(), other[n].double()) for n, t in one.items()]  # with counters
@@ -441,7 +440,7 @@ def test_qfedavg_agrees_with_the_second_computation(q: float, norm: bool) -> Non
 
 @pytest.mark.parametrize(("q", "scale"), [(12.0, 1e-4), (40.0, 1e-7), (300.0, 1.0), (300.0, 1e3)])
 def test_qfedavg_of_extreme_powers_agrees_with_exact_numbers(q: float, scale: float) -> None:
-    """Losses of which some powers are below or above all floats, against rational numbers."""
+    """Losses with powers below or above all floats equal the results of rational numbers."""
     module = nn.Linear(5, 2)
     layout = Layout(module)
     method, initial = QFedAvg(q=q), torch.zeros(layout.size)
@@ -576,8 +575,10 @@ def test_cfl_agrees_with_the_second_computation() -> None:
 
 
 def complete_linkage(members: list[int], vectors: dict[int, Tensor]) -> list[list[int]]:
-    """Join the two groups whose farthest members are nearest until two are left; sorted by their
-    first member.
+    """Join the two groups with the smallest distance of their farthest members until two groups
+    remain.
+
+    The result is sorted by first members.
     """
     groups = [[member] for member in members]
 
@@ -597,7 +598,7 @@ def complete_linkage(members: list[int], vectors: dict[int, Tensor]) -> list[lis
 
 
 def candidates(world: World, number: int, count: int) -> list[int]:
-    """The clients of the largest log(u) / n."""
+    """Return the clients with the largest log(u) / n."""
     uniforms = torch.rand(
         world.clients, generator=stream(world.seed, "candidates", round=number), dtype=torch.float64
     )
@@ -694,8 +695,8 @@ def test_power_of_choice_takes_the_candidates_of_highest_known_loss() -> None:
 
 
 def loss_of_round(world: World, run: Any, number: int, client: int) -> float:
-    """Return the client's mean loss over the steps of that round, starting from fedloom's own
-    global model.
+    """Return the client's mean loss over the steps of that round, starting from fedloom's global
+    model.
     """
     start = world.initial() if number == 1 else run.models[number - 2]
     steps: list[float] = []

@@ -1,4 +1,4 @@
-"""Statistics of comparisons against SciPy and plain loops, and the tables and files that show them."""
+"""Statistics of comparisons against SciPy and plain loops, and their tables and files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def methods(seeds: int, **shifts: float) -> list[RunSummary]:
 def test_the_t_test_equals_scipy(gaps: list[float]) -> None:
     p, low, high = t_test(gaps)
     if max(gaps) - min(gaps) < 1e-12:
-        assert (p, low, high) == (None, None, None)  # no spread: nothing to test with
+        assert (p, low, high) == (None, None, None)  # no spread: no test is possible
     else:
         assert p == pytest.approx(
             stats.ttest_rel(gaps, [0.0] * len(gaps)).pvalue, rel=1e-9, abs=1e-300
@@ -97,7 +97,7 @@ def test_the_t_test_equals_scipy(gaps: list[float]) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(differing)
-@example([0.0, 0.0, 0.0, -0.03, -0.29, 0.24, -0.33, 0.41])  # they add up to 0
+@example([0.0, 0.0, 0.0, -0.03, -0.29, 0.24, -0.33, 0.41])  # they sum to 0
 def test_the_sign_flip_test_counts_every_way_to_change_signs(gaps: list[float]) -> None:
     hits = 0
     for signs in itertools.product((1, -1), repeat=len(gaps)):
@@ -150,7 +150,7 @@ def verdicts(comparison: Sheet) -> dict[str, str]:
 def test_verdicts_say_what_the_seeds_can_show() -> None:
     few = Sheet(methods(3, best=0.2, near=0.2, far=0.0))
     assert few.tests["last"][0].other in ("best", "near")
-    assert verdicts(few)["far"] == "t-test only"  # by the t-test; three seeds can say no more
+    assert verdicts(few)["far"] == "t-test only"  # three seeds are too few for the other test
     assert "not significant" in verdicts(few).values()
     many = Sheet(methods(9, best=0.2, near=0.2, far=0.0))
     assert verdicts(many)["far"] == "significant"
@@ -165,9 +165,7 @@ def test_verdicts_say_what_the_seeds_can_show() -> None:
 
 
 def test_equal_differences_are_no_proof_by_themselves() -> None:
-    """Two seeds that differ by the same number have no spread; the t-test must not make certainty
-    of that.
-    """
+    """Two equal differences have no spread; the t-test must not report certainty."""
     comparison = Sheet(
         [
             run_of([level + shift], name, k)
@@ -268,8 +266,8 @@ def test_one_table_over_all_settings_ranks_the_methods() -> None:
         sum(three) / 3 for three in zip(*ranks, strict=True)
     ]
     assert caption(three_settings()).endswith("Rank 1 is the best.")
-    # Of two settings the mean rank says nothing: whoever wins one and loses the other is in the
-    # middle, like everybody.
+    # With two settings the mean rank has no information: a method that wins one and loses the other
+    # is in the middle, like all methods.
     two_settings = three_settings()[:2]
     assert [column.title for column in overall(two_settings).columns] == titles[:3]
     assert "ank" not in caption(two_settings)
@@ -398,7 +396,7 @@ def test_the_note_on_tests_stands_once_and_in_the_same_words_everywhere(
         for sentence in reading([comparison]):
             assert sentence in plain, surface
         assert [plain.count(word) for word in ("sign-flip", "Holm's method")] == [1, 1], surface
-        assert plain.count("Holm") == 3, surface  # both columns of p say by what they are corrected
+        assert plain.count("Holm") == 3, surface  # both columns of p name their correction
     paper = to_latex([comparison])
     assert all(escape_latex(sentence) in paper for sentence in reading([comparison]))
     assert [paper.count(word) for word in ("sign-flip", "Holm")] == [1, 1]
@@ -499,7 +497,7 @@ def test_the_terminal_shows_everything_in_80_columns() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_columns_without_room_move_to_another_table(width: int) -> None:
-    """Errors with their deviations, of clients too, take more room than accuracies."""
+    """Errors with their deviations, also per client, need more room than accuracies."""
     runs = methods(3, fedavg=0.2, **{"stages(fedavg:10, fedmr)": 0.1})
     for run in runs:
         for record in run.records:

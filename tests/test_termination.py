@@ -1,5 +1,6 @@
-"""SIGTERM saves as Ctrl-C does, in every engine and pool; a full disk is told by one line and one
-exit code.
+"""SIGTERM saves as Ctrl-C does, in every engine and pool.
+
+A full disk gives one line and one exit code.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from small_task import KeepsClientMemory, other_notices, small_task
 
 @pytest.fixture(autouse=True)
 def nobody_waits_for_sigterm() -> Iterator[None]:
-    """Ray, where another test has started it in this process, leaves a handler."""
+    """Reset the handler of SIGTERM: Ray leaves one if another test has started it here."""
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, handler)
@@ -115,7 +116,7 @@ def test_sigterm_saves_the_last_finished_round(
         workers = children(process.pid)
         began = time.monotonic()
         for number in [process.pid, *workers] if "ray" not in settings else [process.pid]:
-            os.kill(number, signal.SIGTERM)  # as schedulers do: to everybody
+            os.kill(number, signal.SIGTERM)  # as schedulers do: to all processes
         assert process.stdout is not None
         output = process.stdout.read()
         assert process.wait() == 130, output
@@ -256,7 +257,7 @@ def test_what_killed_writers_left_is_gone_with_the_next_start_and_nothing_else(
     for folder in (leftover, *kept_folders):
         folder.mkdir()
         (folder / "report.html").write_text("half")
-    # finished: nothing is computed without --fresh
+    # finished: only --fresh would compute again
     assert main(["run", "job.toml", "--quiet", *options]) == 0
     assert not leftover.exists()
     assert all((folder / "report.html").read_text() == "half" for folder in kept_folders)

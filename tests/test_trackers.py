@@ -1,5 +1,6 @@
-"""What trackers hear of a run, read back from real event files and a real MLflow database; and
-plugins.
+"""Trackers and plugins.
+
+The events of a run are read from real event files and a real MLflow database.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ JOB = {
 
 
 class RecordingTracker:
-    """A tracker of the user's own that knows nothing of earlier starts; `all` outlives the single
-    trackers.
-    """
+    """A user's tracker without knowledge of earlier starts; `all` outlives the single trackers."""
 
     all: ClassVar[list[RecordingTracker]] = []
 
@@ -70,7 +69,7 @@ class RecordingTracker:
 
 
 class Broken:
-    """Fails in the round it is told to, 0 being the start and 99 the end."""
+    """Fails in the given round; 0 is the start and 99 the end."""
 
     def __init__(self, round: int) -> None:
         self.round = round
@@ -90,9 +89,7 @@ class Broken:
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing that the run does on its way out may count on more than what is on
-    disk.
-    """
+    """Simulates a kill: the run must not depend on anything except the files on disk."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +98,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "test_trackers_here", sys.modules[__name__])
     RecordingTracker.all = []
-    with warnings.catch_warnings():  # TensorBoard's reader and MLflow warn of their own affairs
+    with warnings.catch_warnings():  # TensorBoard's reader and MLflow emit warnings
         warnings.simplefilter("ignore")
         yield
 
@@ -111,7 +108,7 @@ def job(*trackers: str, **changes: Any) -> Configuration:
 
 
 def go(settings: Configuration, stop_after: int | None = None, fresh: bool = False) -> list[Event]:
-    """Run it, or stop it after a round as Ctrl-C does; what was said."""
+    """Run the job, or stop it after a round as Ctrl-C does; return the events."""
     events: list[Event] = []
 
     def watch(event: Event) -> None:
@@ -127,7 +124,7 @@ def go(settings: Configuration, stop_after: int | None = None, fresh: bool = Fal
 
 
 def forget(rounds: int, folder: Path) -> None:
-    """Leave a run as a kill would that came long after checkpoint number `rounds`."""
+    """Leave the files of a run that was killed long after checkpoint number `rounds`."""
     for path in folder.glob("checkpoint-*.safetensors"):
         if int(path.stem.partition("-")[2]) > rounds:
             path.unlink()
@@ -179,7 +176,7 @@ def test_a_run_in_python_takes_trackers_as_objects_too(tmp_path: Path) -> None:
     assert tracker.result is not None
     assert tracker.result["accuracy"] == result.accuracy
     recorder = RecordingTracker()
-    for _ in range(2):  # the second time the run is only read
+    for _ in range(2):  # the second start only reads the run
         fl.run(
             "fedavg",
             small_task(),
@@ -199,7 +196,7 @@ def test_no_round_is_told_of_twice_when_a_run_goes_on(kill: bool) -> None:
     if kill:
         forget(4, folder)
     go(settings)
-    # the first was made for the check of the configuration
+    # the check of the configuration made the first
     earlier, later = RecordingTracker.all[1:]
     assert list(earlier.rounds) == [1, 2, 3, 4, 5]
     assert earlier.result is None
@@ -321,7 +318,7 @@ def test_weights_and_biases_is_told_as_its_documentation_asks(
         "offline",
         "fedavg/seed-0",
     )
-    online = FakeWandb(step=4)  # three rounds are there: the next step is the fourth
+    online = FakeWandb(step=4)  # three rounds exist: the next step is the fourth
     monkeypatch.setitem(sys.modules, "wandb", online)
     fl.run("fedavg", small_task(), rounds=5, participation=0.5, trackers=["wandb(mode=online)"])
     assert [step for step, _ in online.logged] == [4, 5]
@@ -471,7 +468,7 @@ def test_a_kill_in_the_middle_of_a_round_loses_no_figures(tmp_path: Path) -> Non
 def test_a_server_of_mlflow_that_does_not_answer_is_tried_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The tracker is then disabled, and the run goes on."""
+    """The tracker is then disabled, and the run continues."""
     pytest.importorskip("mlflow")
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
         monkeypatch.setenv(name, "unset")

@@ -1,4 +1,4 @@
-"""The settings of local training: impossible ones and ones without effect are refused before the
+"""Impossible settings of local training, and settings without effect, are refused before the
 run.
 """
 
@@ -111,6 +111,6 @@ def test_the_optimizers_own_options_are_taken(
 
 @pytest.mark.parametrize("optimizer", get_args(Optimizer))
 def test_no_optimizer_decays_weights_unless_it_is_told_to(optimizer: Optimizer) -> None:
-    """torch's AdamW would by default."""
+    """Weight decay is 0 by default, also for AdamW, although torch has another default."""
     built = Training(optimizer=optimizer).torch_optimizer([torch.nn.Parameter(torch.ones(2))], 0.3)
     assert built.defaults.get("weight_decay", 0) == 0

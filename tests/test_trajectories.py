@@ -1,4 +1,7 @@
-"""Trajectories of one client's models under several methods in one plane, against the saved models."""
+"""Trajectories of one client's models under several methods in one plane.
+
+The tests compare them with the saved models.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter search: the trials, their validation score, and that test data are never read."""
+"""Parameter search: the trials and their validation score; test data are never read."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_parameters_are_set_wherever_they_stand() -> None:
     )
     assert changed("fedprox", {}) == "fedprox"
     keys = parameter_keys(build("stages(fedmr:3, fedmr)"))
-    assert "algorithm.unit" not in keys  # two methods have it, and their names are one
+    assert "algorithm.unit" not in keys  # two methods of one name have it
     assert {"algorithm.mu", "algorithm.fedprox.mu"} <= set(parameter_keys(build("ala(fedprox)")))
 
 
@@ -231,7 +231,7 @@ def test_an_interrupted_search_resumes_and_repeats_nothing(tmp_path: Path) -> No
     ]
     events.clear()
     _, repeated = grid(table(tmp_path), RATES, "training.momentum=[0, 0.5]", events=events)
-    # without momentum is how the others were
+    # the earlier trials had no momentum
     assert sum(event.kind == "skipped" for event in events) == 2
     assert [trial.score for trial in repeated[::2]] == [trial.score for trial in resumed]
 
@@ -459,7 +459,7 @@ def test_a_search_in_python_goes_on_and_repeats_nothing(
     with pytest.raises(KeyboardInterrupt):
         python_search(tmp_path / "parts")
     parts = python_search(tmp_path / "parts")
-    assert steps[0] == 4 + 8 - 3  # the round that was interrupted, and those after it
+    assert steps[0] == 4 + 8 - 3  # the interrupted round, and the rounds after it
     more = python_search(tmp_path / "parts", search={**AXES, "mu": [0, 10, 20]}, seeds=[0, 1])
     assert steps[0] == 9 + 24 - 8
     whole = python_search(None)
@@ -474,7 +474,7 @@ def test_a_search_in_python_goes_on_and_repeats_nothing(
 
 
 class Partly(fl.Algorithm):
-    """Goes part of the way to the mean."""
+    """Moves part of the way to the mean."""
 
     step: float = 1.0
 

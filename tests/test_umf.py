@@ -1,5 +1,6 @@
-"""FedUmf against plain loops in which every client trains in every round; idle clients that a
-simulation may skip.
+"""FedUmf against plain loops in which every client trains in every round.
+
+The tests also cover idle clients that a simulation may skip.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def naive_umf(
     mu: float = 0.0,
     pool: bool = False,
 ) -> list[State]:
-    """FedUmf over FedAvg (uniform or by samples), FedProx (mu) or Indep (pool); every client trains
-    in every round.
+    """FedUmf over FedAvg (uniform or by samples), FedProx (mu) or Indep (pool); every client
+    trains in every round.
     """
     state = world.initial()
     slots = [world.initial() for _ in selected[0]] if pool else []
@@ -82,8 +83,8 @@ def naive_umf(
 
 # --- rounds ---
 
-# Without epochs that differ between clients nothing here would notice a wrong learning-rate ratio:
-# the world decays by 0.9.
+# Clients need different numbers of epochs; otherwise no test would notice a wrong learning-rate
+# ratio, since the world decays by 0.9.
 LONG = 6
 
 
@@ -114,12 +115,12 @@ def test_idle_clients_train_the_global_model_under_indep() -> None:
 
 
 def test_drifts_of_feddc_include_the_fused_update_and_its_gradients_do_not() -> None:
-    """umf(feddc): the local objective is centred on the sent model, start and slot are FedUmf's."""
+    """umf(feddc): the local objective is centred on the sent model; start and slot are FedUmf's."""
     world, alpha = World(rounds=LONG, participation=0.45), 0.05
     run = world.run(build(f"umf(feddc(alpha={alpha}))"))
     assert_same(run.models, naive_umf_feddc(world, run.selected, alpha), 1e-8)
     selected = {client for clients in run.selected for client in clients}
-    for client in range(world.clients):  # the idle leave their drift alone
+    for client in range(world.clients):  # idle clients do not change their drift
         assert ("feddc_drift" in run.engine.store.read(client)) == (client in selected)
 
 
@@ -258,10 +259,10 @@ def test_all_idle_clients_train_if_the_next_selection_is_unknown(inner: str) -> 
 
 
 def test_clusamp_under_umf_equals_plain_loops() -> None:
-    """Selection by similarity depends on the replies, so nobody can be left out."""
+    """Selection by similarity depends on the replies, so no client can be skipped."""
     world = World(rounds=LONG, sizes=(9,) * 7)
     run = world.run(build("umf(clusamp)"))
-    # nobody drawn twice, so plain weights are right
+    # no client drawn twice, so plain weights are right
     assert all(len(clients) == 3 for clients in run.selected)
     assert_same(run.models, naive_umf(world, run.selected, 1.0, weighted=False))
 
@@ -300,8 +301,8 @@ def test_a_client_that_missed_a_round_has_nothing_to_fuse() -> None:
     plain = FedAvg()
     world.run(plain)
     torch.testing.assert_close(run(everybody), plain.model(), rtol=1e-9, atol=1e-9)
-    # An update of round 1 must not be fused later: losing the idle from round 2 on leaves what
-    # round 1 gave to round 2.
+    # An update of round 1 must not be fused later: without idle clients from round 2 on, the result
+    # has only the updates of round 1 in round 2.
     late = run({(number, client) for number, client in everybody if number > 1})
     after_two_rounds = naive_umf(
         replace(world, rounds=2), world.run(FedAvg()).selected[:2], 1.0, weighted=True
@@ -344,7 +345,7 @@ def test_what_idle_clients_write_to_shielded_memory_is_forgotten_after_the_round
     assert shielded.knows("old").tolist() == [False, True, False]
     assert shielded.get("old", torch.zeros(1, 1)).flatten().tolist() == [0, 10, 0]
     shielded["old"] = torch.tensor([[1.0], [2.0], [3.0]])
-    # within the round all see their own
+    # within the round, all clients see their own
     assert shielded.get("old", torch.zeros(1, 1)).flatten().tolist() == [1, 2, 3]
     assert shielded.knows("old").all()
     memory["outer"] = torch.tensor([[7.0], [8.0], [9.0]])
@@ -378,7 +379,7 @@ def test_a_pool_counts_one_model_for_each_receiver() -> None:
     assert run.federation.history[0]["bytes_down"] == world.clients * row
 
 
-# --- refusals ---
+# --- errors ---
 
 
 class Parted(FedAvg):
@@ -448,7 +449,7 @@ def test_an_expression_round_trips() -> None:
 
 
 def test_fusion_speeds_up_learning() -> None:
-    """FedUmf needs fewer rounds than FedAvg if few of many similar clients take part (its Table 1)."""
+    """FedUmf needs fewer rounds than FedAvg if few of many similar clients train (its Table 1)."""
     world = World(
         rounds=12,
         participation=0.1,

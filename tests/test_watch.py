@@ -1,6 +1,4 @@
-"""`fedloom watch`: what it tells of runs, whom it answers, and the page in a real browser while a
-run goes on.
-"""
+"""`fedloom watch`: its output about runs, its access rules, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def small_run(
     method: str = "fedavg",
     data: str = "digits",
 ) -> Path:
-    """A run of six rounds below `folder`, or its first rounds."""
+    """Make a run of six rounds below `folder`, or its first rounds."""
     table = {
         "directory": str(folder),
         "rounds": 6,
@@ -87,7 +85,7 @@ def served(folder: Path) -> Iterator[tuple[Server, Ask]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One finished run, one that was stopped, and a run of another experiment."""
+    """Make one finished run, one stopped run, and a run of another experiment."""
     directory = tmp_path_factory.mktemp("watched")
     small_run(directory / "job", 0)
     small_run(directory / "job", 1, stop_after=2)

@@ -1,5 +1,6 @@
-"""Methods with one typical mistake each, in the line marked `# wrong`; `MISTAKES` lists the
-findings of `fedloom check`.
+"""Methods with one typical mistake each, in the line marked `# wrong`.
+
+`MISTAKES` lists the findings of `fedloom check`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Plants each fault of `planted.py` in a copy of the package, and runs the tests that must notice it:
-python tests/mutants/harness.py [NUMBER ...]
+"""Plants each fault of `planted.py` in a copy of the package, and runs the tests that must
+notice it.
 
-`make mutants` runs all of them. A fault that no test notices ends it with exit code 1.
+    python tests/mutants/harness.py [NUMBER ...]
+
+`make mutants` runs all faults. The exit code is 1 if no test notices a fault.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def plant(mutant: Mutant, source: Path) -> None:
 
 
 def commands(mutant: Mutant) -> list[list[str]]:
-    """Return the commands of which one must fail."""
+    """Return the commands; at least one of them must fail."""
     listed = []
     if mutant.tests:
         tests = [f"tests/{name}" if name.endswith(".py") else name for name in mutant.tests]
