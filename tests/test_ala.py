@@ -1,5 +1,5 @@
-"""ALA around each method against autograd on the weights themselves; limiting cases, recorded
-losses, depth of gradients.
+"""Compare ALA around each method with autograd on full weights, and check limiting cases, recorded
+losses and the depth of gradients.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ the maximum.
 def require_definition(
     world: World, expression: str, method: Method, names: list[str], **options: Any
 ) -> tuple[Run, Blend]:
-    """Require that a run of the expression gives the models of the naive `method`, whose blend has
-    learnt some weights.
+    """Require that a run of the expression gives the models of the naive `method`, and that its
+    blend has learned some weights.
     """
     run = world.run(build(expression))
     assert not any(record["faults"] for record in run.federation.history)
@@ -56,7 +56,7 @@ def require_definition(
 
 
 def assert_learned(blend: Blend) -> None:
-    """Assert that some weights were learned: not all are at the upper bound, and none is negative."""
+    """Assert that some weights differ from the upper bound and that no weight is negative."""
     values = torch.cat(
         [w.reshape(-1) for weights in blend.weights.values() for w in weights.values()]
     )
@@ -83,7 +83,7 @@ def test_fedala_equals_autograd(norm: bool, p: int) -> None:
         world, f"fedala(p={p}, {RATES})", methods.fedavg, (HEAD + MIDDLE)[: 2 * p]
     )
     counts = [record["ala_epochs"] for record in run.federation.history if "ala_epochs" in record]
-    assert max(counts) > 10 / 3  # the mean over three clients, one of which is in its initial stage
+    assert max(counts) > 10 / 3  # mean over three clients; one is in its initial stage
     for i, weights in blend.weights.items():
         stored = remembered(run, i, "weights")
         names = [n for n in world.names if n in blend.names]
@@ -221,7 +221,7 @@ def test_start_round_switches_blending_on_late() -> None:
     assert run.federation.history[5]["ala_epochs"] == 1
 
 
-# --- every method takes the start that a part makes ---
+# --- every method accepts the initial model of a part ---
 
 ALREADY_BLENDED = ("ala", "ala_code", "fedala", "fedala_code", "fedah")
 """Methods whose start is blended, which is done once."""
@@ -260,7 +260,7 @@ def test_every_method_uses_the_start_of_a_wrapper_or_is_refused(name: str) -> No
     }
     inner = build(expressions.get(name, name))
     (pipeline,) = pipelines(inner)
-    rounds = 8 if pipeline.waits else 3  # until somebody's second reply counts
+    rounds = 8 if pipeline.waits else 3  # until the second reply of a client counts
     norm = not isinstance(inner, Accounted)  # privacy refuses batch norm
     world = World(norm=norm, participation=1.0, rounds=rounds, training=PLAIN)
     if not pipeline.algorithm.facts.one_download:
@@ -274,7 +274,7 @@ def test_every_method_uses_the_start_of_a_wrapper_or_is_refused(name: str) -> No
         ):
             build(Ala(inner))
         return
-    if isinstance(inner, Codec | Accounted):  # they act after ala, whatever the order of the text
+    if isinstance(inner, Codec | Accounted):  # these act after ala in every order
         swapped = replace(build(expressions[name]), method=build(f"ala(fedavg, {RATES})"))
         first, second = world.run(build(f"ala({inner}, {RATES})")), world.run(build(swapped))
         assert_same(first.moments, second.moments, 0.0)
@@ -303,8 +303,7 @@ def test_the_backward_pass_goes_no_deeper_than_the_blended_blocks() -> None:
     engine.flat_module.train_only = watched  # type: ignore[method-assign]
 
     def watch(name: str, output: torch.Tensor) -> None:
-        # The gradient with respect to a layer's output is computed only where something below the
-        # loss needs it.
+        # Autograd computes the gradient of an output only if a trained parameter precedes it.
         if learning and output.requires_grad:
             output.register_hook(lambda _: reached.append(name))
 
@@ -364,7 +363,7 @@ def test_blending_restarts_when_the_inner_method_changes() -> None:
 
 
 class Dropping(Net):
-    """A network with dropout of one half before the classifier."""
+    """A network with dropout 0.5 before the classifier."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(super().features(x), 0.5, self.training)
@@ -426,7 +425,9 @@ def test_expressions_round_trip(expression: str) -> None:
 
 
 def test_a_blend_lies_between_its_sources() -> None:
-    """The blend lies elementwise between local model and download; lower blocks are the download."""
+    """The upper block is elementwise between local model and download; lower blocks equal the
+    download.
+    """
     world = World(participation=1.0, rounds=3)
     run = world.run(build(f"fedala({RATES})"))
     local_heads = [remembered(run, i, "model") for i in range(5)]

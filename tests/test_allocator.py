@@ -1,4 +1,4 @@
-"""The allocator's setting takes effect on glibc and is ignored elsewhere."""
+"""The allocator setting takes effect on glibc and is ignored elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The package's layers of modules and their imports, unique names, few parameters.
-`docs/architecture.md` states the order.
+"""Check the layers of modules, their imports, unique names and numbers of parameters.
+
+`docs/architecture.md` states the order of the layers.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ TOP = {
     "method",
     "algorithm",
 }
-TEMPLATES = "fedloom.sites.app"  # files of a user's app, copied as they are
+TEMPLATES = "fedloom.sites.app"  # files of a user's app, copied unchanged
 
-# Functions whose parameters are what a user sets.
+# The user sets the parameters of these functions.
 MOST_PARAMETERS = 8
 
 LONGER = {
@@ -49,7 +50,7 @@ LONGER = {
 MOST_IMPORTS = 15
 """Modules of the package that one module imports, at most."""
 
-# Modules that still import more. This list only gets shorter.
+# These modules exceed the limit. Only remove entries from this list.
 CROWDED = {
     "fedloom.engines.choose",
     "fedloom.rounds.federation",
@@ -60,7 +61,7 @@ CROWDED = {
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, with the line where it is named."""
+    """An imported module and the line of the import."""
 
     module: str
     line: int
@@ -83,7 +84,7 @@ def tree(module: str) -> ast.Module:
 
 @cache
 def imports(module: str) -> tuple[Import, ...]:
-    """Return a module's imports: at the top, in functions, and for type checkers alone."""
+    """Return a module's imports, also those in functions and for type checkers."""
     names = []
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
@@ -99,7 +100,7 @@ def imports(module: str) -> tuple[Import, ...]:
 
 @cache
 def floors() -> dict[str, int]:
-    """Return the floor of each room as the page states it, counted from the ground."""
+    """Return the floor of each room from the documentation page, counted from the ground."""
     (block,) = re.findall(
         r"^```text\n# the floors.*?\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S
     )
@@ -115,7 +116,7 @@ def room(module: str) -> str | None:
 
 
 def crossings() -> Iterator[tuple[str, str, str]]:
-    """Yield every import from one room into another: both rooms and its line."""
+    """Yield every import between two rooms, as both rooms and its line."""
     for module in modules():
         for target in imports(module):
             source, destination = room(module), room(target.module)
@@ -188,7 +189,7 @@ def test_engines_import_no_method() -> None:
 
 
 def test_parts_import_no_other_part() -> None:
-    """Bases and helpers have no registered part; the command line's lists and `build` know all."""
+    """No module with a registered part imports another one; bases and helpers register no part."""
     registered = {
         module
         for module in modules()
@@ -263,9 +264,9 @@ def test_functions_take_few_parameters() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        # documents that are not here
+        # documents outside the repository
         r"\bspec(?:ification)? \d|\bthe specification\b|\bspec\.md\b|\.\./(?:spec|shared)\b",
-        r"pip install \S?fedloom\b",  # a package index knows no fedloom, or a stranger's
+        r"pip install \S?fedloom\b",  # no package index has fedloom, or only an unrelated one
     ],
 )
 def test_no_text_points_to_documents_or_packages_that_do_not_exist(pattern: str) -> None:

@@ -1,4 +1,4 @@
-"""Asynchronous methods against a naive simulation of events, their limiting cases, and resumption."""
+"""Compare asynchronous methods with a naive event simulation; check limiting cases and resumption."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def federation(
 
 
 def naive(rounds: int, k: int, asynchronous: bool) -> tuple[Tensor, list[float]]:
-    """FedBuff, or FedAsync where `asynchronous`, as a loop over events; four clients train at a
-    time.
+    """Simulate FedBuff, or FedAsync if `asynchronous`, as a loop over events with four clients in
+    training.
     """
     learned, clock, times = task(), 0.0, []
     engine = RowsEngine(learned)
     model = learned.initial.clone()
-    # done at, client, version, sent, returned
+    # end time, client, version, model sent, model returned
     under_way: list[tuple[float, int, int, Tensor, Tensor]] = []
     for number in range(1, rounds + 1):
         round = Round(number, rounds, 3, 8, 4, 0.1, 0.1)
@@ -68,7 +68,7 @@ def naive(rounds: int, k: int, asynchronous: bool) -> tuple[Tensor, list[float]]
 
 
 class _ClientTask:
-    """The part of a client task that `RowsEngine.cohort` reads."""
+    """The attributes of a client task that `RowsEngine.cohort` reads."""
 
     slot = 0
 
@@ -78,7 +78,7 @@ class _ClientTask:
 
 @pytest.mark.parametrize(("method", "k"), [("fedbuff(fedavg, k=2)", 2), ("fedasync(fedavg)", 1)])
 def test_order_of_events_and_model_equal_a_naive_simulation(method: str, k: int) -> None:
-    """Clients of ten speeds: some replies are several versions old."""
+    """The order of events and the model equal a naive simulation if client speeds differ tenfold."""
     simulation = federation(method)
     simulation.run()
     model, times = naive(6, k, asynchronous=k == 1)
@@ -95,14 +95,18 @@ def test_order_of_events_and_model_equal_a_naive_simulation(method: str, k: int)
     ("method", "limit"), [("fedbuff(fedprox, k=4)", "fedprox"), ("fedmr_async(k=4)", "fedmr")]
 )
 def test_waiting_for_all_is_the_method_itself(method: str, limit: str) -> None:
-    """Bit for bit, with its times."""
+    """A server that waits for all clients equals the synchronous method bit for bit, with equal
+    times.
+    """
     waits, plain = trained(method), trained(limit)
     assert waits.history == plain.history
     assert torch.equal(waits.federation.model(), plain.federation.model())
 
 
 def test_fedmr_recombines_the_returned_models_and_keeps_every_layer() -> None:
-    """Only returned models change the pool's mean; models under way stay as they were sent."""
+    """Only returned models change the mean of the pool; models in training keep their initial
+    values.
+    """
     simulation = federation("fedmr_async(k=2)", rounds=1)
     original = simulation.server_state()["inner0.pool"].clone()
     simulation.run()
@@ -121,7 +125,7 @@ def test_a_stopped_run_resumes_bit_for_bit(method: str, tmp_path: Path) -> None:
     for _ in range(3):
         begun.step()
     begun.save()
-    begun.step()  # whose checkpoint is never written
+    begun.step()  # no checkpoint of this step is written
     resumed, uninterrupted = federation(method, directory=tmp_path), federation(method)
     assert resumed.finished == 3
     resumed.run()
@@ -133,7 +137,7 @@ def test_a_stopped_run_resumes_bit_for_bit(method: str, tmp_path: Path) -> None:
 
 
 def test_a_deadline_ends_a_round_with_fewer_and_late_replies_are_used_later() -> None:
-    """Nobody is dropped: replies after the deadline count in a later step."""
+    """A deadline drops no client: later replies count in a later step."""
     clock = Clock(speed="stragglers(100, 10)", deadline=2.0)
     simulation = federation("fedbuff(fedavg, k=4)", rounds=12, clock=clock)
     simulation.run()
@@ -145,7 +149,7 @@ def test_a_deadline_ends_a_round_with_fewer_and_late_replies_are_used_later() ->
 
 
 def test_batch_norm_and_clients_that_drop_out() -> None:
-    """Variances stay non-negative, and the slot of a client that never answers is free again."""
+    """Variances stay non-negative, and a client that never replies frees its slot."""
     result = run(
         "fedbuff(fedavg, k=2)",
         small_task(),
@@ -172,6 +176,6 @@ def test_batch_norm_and_clients_that_drop_out() -> None:
     ],
 )
 def test_bad_expressions_are_refused(method: str, message: str) -> None:
-    """In one line, before any client trains."""
+    """Bad expressions are refused in one line before any client trains."""
     with pytest.raises(InvalidValue, match=message):
         federation(method)

@@ -1,4 +1,4 @@
-"""Small files that stand for much memory or time: refused in one line, before they take it."""
+"""Small files that expand to much memory or time are refused in one line, before they expand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPECS = (
 
 
 def highest_memory() -> int:
-    """Return the most bytes that this process has had."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 

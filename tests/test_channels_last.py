@@ -1,5 +1,5 @@
-"""Channels-last training of small convolutions: the numbers of channels first to tolerance,
-repeatable bit by bit.
+"""Channels-last training of small convolutions equals channels-first training within a tolerance
+and is repeatable bit by bit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def test_channels_last_gives_the_numbers_of_channels_first_repeatably() -> None:
 
 
 def test_it_depends_on_the_sizes_of_filters_and_outputs() -> None:
-    """8 filters of 3x3x3 and 8 of 8x3x3 output 8x8x8 and 8x2x2 numbers; 792 <= 8 * 544."""
+    """The choice depends on the sizes of filters and outputs.
+
+    8 filters of 3x3x3 and 8 of 8x3x3 output 8x8x8 and 8x2x2 numbers; 792 <= 8 * 544.
+    """
     image = torch.zeros(1, 3, 10, 10)
     assert light_convolutions(convolutions().eval(), image)
     assert not light_convolutions(convolutions(600).eval(), image)

@@ -1,4 +1,4 @@
-"""A short run of the harness (`make chaos` makes a long one), and that it notices what is wrong."""
+"""Run the harness briefly (`make chaos` runs it longer) and check that it detects errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chaos.trials import TRIALS, Rounds
 
 @pytest.mark.parametrize(
     "name", sorted(TRIALS.keys() - {"actors", "supernodes", "workers"})
-)  # those take long: test_ray, test_flower_sites and test_processes kill some
+)  # these are slow; test_ray, test_flower_sites and test_processes kill some
 def test_nothing_goes_wrong_for_some_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rounds, "rounds", 60)
     tallies = run(seconds=0.3, seed=1, names=[name])

@@ -1,6 +1,4 @@
-"""`fedloom check`: that it finds each planted mistake and nothing else, and what runs themselves
-say of such mistakes.
-"""
+"""`fedloom check` finds each planted mistake and nothing more; runs report these mistakes too."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from wrong_methods import MISTAKES
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A method as a user writes it, in a file of its own.
+# A method in a user's file.
 METHODS = """\
 import fedloom as fl
 
@@ -103,7 +101,7 @@ def test_no_method_of_fedloom_does_what_listeners_hear(method: str) -> None:
 def test_memory_of_clients_is_no_mistake_and_is_counted() -> None:
     findings = examine(KeepsClientMemory(), small_task())
     assert findings.findings == []
-    # and the number of its rounds
+    # the 8 bytes are the number of rounds
     assert findings.sizes["remembered by a client"] == findings.sizes["a model"] + 8
 
 

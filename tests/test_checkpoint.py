@@ -1,6 +1,4 @@
-"""A run killed between any two of its file operations, or in the middle of one, ends as if nothing
-had happened.
-"""
+"""A run that is killed between or during any of its file operations ends like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -40,16 +38,16 @@ of it.
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a power cut would show what has not reached the disk."""
+    """Skip fsync: only a power failure would lose data that is not yet on the disk."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Stands for the death of the process."""
 
 
 class Disk:
-    """Counts what changes files; operation `deadly` is half done, and none after it."""
+    """Counts file operations; operation `deadly` stops half-way, and no operation follows it."""
 
     def __init__(self, deadly: float = float("inf")) -> None:
         self.deadly = deadly
@@ -66,7 +64,7 @@ class Disk:
 
 @contextmanager
 def disk(deadly: float = float("inf")) -> Iterator[Disk]:
-    """Every function through which the run changes files goes through a `Disk`."""
+    """Redirect every function that changes files of the run through a `Disk`."""
     watched = Disk(deadly)
     replacing, replace, unlink = fedloom.state.tensors.replacing, Path.replace, Path.unlink
     append, write_bytes, rmtree = RoundLog.append, Path.write_bytes, shutil.rmtree
@@ -119,8 +117,8 @@ def federation(directory: Path | None, inline: bool) -> Federation:
 
 
 def outcome(run: Federation) -> tuple[Any, ...]:
-    """All that must be the same: model, integer buffers, what clients remember, figures in memory
-    and on disk.
+    """Return all results that must be equal: model, integer buffers, client memory, figures in
+    memory and on disk.
     """
     engine = run.engine
     assert isinstance(engine, RowsEngine)
@@ -144,7 +142,9 @@ def outcome(run: Federation) -> tuple[Any, ...]:
 
 
 def killed(directory: Path, deadly: int, inline: bool) -> bool:
-    """Start or continue the run and kill it at file operation `deadly`; False when it ended before."""
+    """Start or continue the run, kill it at file operation `deadly`, and return False if it ends
+    earlier.
+    """
     with disk(deadly):
         try:
             federation(directory, inline).run()
@@ -169,14 +169,14 @@ def test_a_kill_anywhere_changes_nothing(tmp_path: Path, inline: bool) -> None:
         directory = tmp_path / str(deadly)
         directory.mkdir()
         assert killed(directory, deadly, inline)
-        if deadly % 3 == 0:  # and once more while it continues
+        if deadly % 3 == 0:  # kill it again while it continues
             killed(directory, 1 + deadly % 17, inline)
         resumed = federation(directory, inline)
         resumed.run()
         assert outcome(resumed) == expected, f"killed at operation {deadly} of {watched.done}"
         assert not list(directory.rglob("*.writing"))
-        # A kill after the last checkpoint leaves what would have been removed next; nothing calls
-        # for another checkpoint.
+        # A kill after the last checkpoint leaves the oldest checkpoint in place, because no later
+        # checkpoint removes it.
         assert len(resumed.checkpoints.paths()) <= 3  # type: ignore[union-attr]
 
 
@@ -254,7 +254,7 @@ def test_missing_times_do_not_stop_a_resume_and_missing_figures_move_it_back(
 
 
 class InterruptedEngine(RowsEngine):
-    """Ctrl-C while the second client of a round trains."""
+    """Raises KeyboardInterrupt while the second client of a round trains."""
 
     interrupt = -1
 
@@ -271,8 +271,10 @@ class InterruptedEngine(RowsEngine):
 def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(
     tmp_path: Path, budget: int, finished: int
 ) -> None:
-    """Small memories: the round is undone, the last one kept. Large ones: the run resumes from the
-    checkpoint before.
+    """A run that Ctrl-C interrupts ends like an undisturbed run.
+
+    Small client memories are restored, so only the current round is lost. With large ones, the run
+    resumes from the previous checkpoint.
     """
     uninterrupted = tmp_path / "whole"
     uninterrupted.mkdir()

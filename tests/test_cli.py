@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints, where, and with which exit code."""
+"""Check the output, its stream and the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ learning_rate = 0.3
 
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """`fed("run", "job.toml")` is (exit code, stdout, stderr) of the command in a folder that holds
-    job.toml.
+    """Return a function that runs a command in a folder with job.toml.
+
+    `fed("run", "job.toml")` returns (exit code, stdout, stderr).
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
@@ -142,7 +143,7 @@ def test_compare_prints_a_table_and_says_where_the_report_is(fed: Say, tmp_path:
     assert "fedavg" in out
     assert "fedmr(unit=tensor)" in out
     assert re.search(r"\d\d\.\d\d ± \d\.\d\d", out)
-    assert " * " in out  # nobody reaches 100 %
+    assert " * " in out  # no method reaches 100 %
     assert max(map(len, out.splitlines())) <= 80
     assert out.splitlines()[-1] == f"look first at {Path('runs/job/report.html')}"
     assert "With 2 seeds the exact test cannot reach significance" in " ".join(out.split())
@@ -169,7 +170,7 @@ def test_runs_go_side_by_side_without_being_told_with_the_same_results(
     assert "at a time" not in err
     texts = out_parallel.replace("together", "apart"), out_serial
     words_parallel, words_serial = (re.sub(r"[\d.]+ s\b|─+", "", text).split() for text in texts)
-    assert words_parallel == words_serial  # but for the times, and the room that they take
+    assert words_parallel == words_serial  # except for the times and their width
     for seed in range(3):
         parallel, serial = (
             tmp_path / folder / "fedavg" / f"seed-{seed}" for folder in ("together", "apart")
@@ -253,7 +254,7 @@ def test_the_directory_of_another_configuration_is_refused(fed: Say) -> None:
     assert code == 2
     assert "runs/job/fedavg/seed-0 holds a run with training.learning_rate = 0.3, not 0.2" in err
     assert err.count("\n") == 1
-    # which change no figure
+    # these settings change no figure
     assert fed("run", "job.toml", "targets=[0.9]", "checkpoint_every=2")[0] == 0
     assert fed("run", "job.toml", "training.learning_rate=0.2", "--fresh")[0] == 0
 
@@ -309,7 +310,7 @@ def test_lists_name_everything_with_its_parameters(
     words = " ".join(out.split())
     for entry in registry:  # type: ignore[attr-defined]
         if not entry.make.__module__.startswith("fedloom."):
-            continue  # another test has registered it in this process
+            continue  # another test registered it in this process
         assert re.search(rf"^  {re.escape(entry.name)} ", out, re.MULTILINE), entry.name
         assert entry.summary.split()[0] in words
         code, listing, _ = fed("list", command, entry.name)
@@ -405,7 +406,7 @@ def test_help_is_whole_and_plain(fed: Say, command: tuple[str, ...]) -> None:
     listing = out.partition("Train:" if not command else "Commands:")[2]
     assert not re.search(
         r"(?<!\])\.\.\.$", listing, re.MULTILINE
-    )  # click cuts what is too long; ours only repeat arguments so
+    )  # click cuts long texts; here only repeated arguments end so
     for members in commands.values() if not command else ():
         for subcommand in members.values():
             assert (subcommand.__doc__ or "").split("\n")[0] in " ".join(listing.split())
@@ -458,20 +459,20 @@ def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_
         return text.getvalue().splitlines()
 
     tell(Event("skipped", RunName("x", 0), 5), Event("started", quick), Event("started", slow))
-    for number in range(1, 5):  # two rounds of one in the time of one of the other
+    for number in range(1, 5):  # two rounds of one run take as long as one of the other
         seconds += 2
         assert tell(Event("round", quick, number, {"accuracy": 0.25} if number == 2 else {})) == []
         assert number % 2 or tell(Event("round", slow, number // 2)) == []
     seconds += 2
     assert tell(Event("round", quick, 5)) == [
-        # 80 - 7 rounds are left, of which 6 were done in the 8 s since the first: 98 s; but the
-        # slow one does one in 4 s
+        # 80 - 7 rounds remain. 6 rounds took the 8 s since the first: 98 s. But the slow run needs
+        # 4 s a round.
         "1 of 4 runs finished; about 2 min 32 s left for all",
         "  fedavg, seed 0: round 5 of 20, accuracy 25.0 %",
         "  fedmr, seed 0, rounds=40: round 2 of 40, not measured yet",
     ]
     seconds += 1
-    assert tell(Event("round", slow, 3)) == []  # not a line a round
+    assert tell(Event("round", slow, 3)) == []  # no line for each round
     assert tell(Event("ended", quick, 20, {"accuracy": 0.5}, 12.0)) == [
         "fedavg, seed 0: accuracy 50.0 % after 20 rounds, 12 s"
     ]
@@ -536,7 +537,7 @@ def test_the_schema_knows_the_examples_and_marks_mistakes(fed: Say, tmp_path: Pa
 
 
 def test_the_examples_name_a_schema_that_lies_beside_them(fed: Say) -> None:
-    # without the names of methods and models, which an editor suggests
+    # Remove the names of methods and models; only editors use them as suggestions.
     def keys(value: object) -> object:
         if isinstance(value, dict):
             return {key: keys(item) for key, item in value.items() if key != "examples"}

@@ -1,4 +1,4 @@
-"""The simulated clock: seconds of a client's work, deadlines, and simulated time in tables and
+"""The simulated clock: duration of a client's work, deadlines, and simulated time in tables and
 curves.
 """
 
@@ -53,7 +53,7 @@ def trained(method: str = "fedavg", clock: Clock = STRAGGLERS, **options: Any) -
 
 
 def test_a_round_takes_as_long_as_the_slowest_client_by_counted_samples_and_bytes() -> None:
-    """Computed by hand from the device's rates."""
+    """A round takes as long as its slowest client, computed by hand from the device's rates."""
     result, sizes = trained(), task().partition.sizes
     elapsed = 0.0
     for record in result.history:
@@ -69,7 +69,7 @@ def test_a_round_takes_as_long_as_the_slowest_client_by_counted_samples_and_byte
 
 
 def test_the_clock_changes_no_other_figure() -> None:
-    """Nothing that clients draw or learn depends on the clock."""
+    """The clock changes nothing that clients draw or learn."""
     clocked, plain = trained().history, trained(clock=Clock()).history
     assert [
         {k: v for k, v in record.items() if k != "simulated_seconds"} for record in clocked
@@ -77,7 +77,7 @@ def test_the_clock_changes_no_other_figure() -> None:
 
 
 def test_training_for_steps_counts_their_samples() -> None:
-    """Steps take batches, of all samples where there are fewer."""
+    """Training for steps counts full batches, or all samples of a client that has fewer."""
     assert Training(epochs=3).samples_seen(70) == 210
     assert Training(steps=4, batch_size=20).samples_seen(70) == 80
     assert Training(steps=4, batch_size=20).samples_seen(7) == 28
@@ -88,7 +88,7 @@ def test_training_for_steps_counts_their_samples() -> None:
 def test_work_waits_outside_a_clients_hours(
     began: int, work: int, from_quarter: int, quarters: int
 ) -> None:
-    """Against walking from window to window."""
+    """Work waits outside a client's hours, as in a walk from window to window."""
     start, hours = from_quarter / 4, quarters / 4
     device = Device(1.0, math.inf, math.inf, start, hours)
     opens, remaining, time = start * 3600 - DAY, float(work), float(began)
@@ -103,7 +103,10 @@ def test_work_waits_outside_a_clients_hours(
 
 
 def test_replies_are_taken_in_their_order_until_the_deadline() -> None:
-    """Ties go to the lower number; the server waits for a deadline only where it misses somebody."""
+    """Replies count in order of arrival, with ties to the lower number, until the deadline.
+
+    The server waits until the deadline only if a reply is missing.
+    """
     finish, clients = [5.0, 3.0, 3.0, 9.0], [0, 7, 2, 1]
     endless = Round(1, 1, 0, 8, 4, 0.1, 0.1)
     assert endless.on_time(finish, clients, 4, 1.0) == ([0, 1, 2, 3], 9.0)
@@ -117,7 +120,7 @@ def test_replies_are_taken_in_their_order_until_the_deadline() -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])
 def test_late_replies_are_dropped_and_recorded(method: str) -> None:
-    """No round outlasts its deadline; late clients were sent the model."""
+    """No round exceeds its deadline, and late clients count as recipients of the model."""
     clock = Clock(speed="stragglers(100, 10)", deadline=6.0)
     history = trained(method, clock).history
     assert any(record["faults"] for record in history)
@@ -134,7 +137,9 @@ def test_late_replies_are_dropped_and_recorded(method: str) -> None:
 
 
 def test_over_selection_takes_the_first_replies() -> None:
-    """Six of eight are asked for four replies: the two slowest of every round are late."""
+    """With six of eight clients selected for four replies, the two slowest clients of a round are
+    late.
+    """
     clock = Clock(speed="stragglers(100, 10)", over_selection=0.5)
     for record in trained(clock=clock).history:
         took = {
@@ -177,9 +182,7 @@ def test_methods_that_need_every_selected_client_are_not_over_selected(
 
 
 def test_fedmut_is_over_selected_with_a_model_for_each_selected_client() -> None:
-    """Mutants are drawn for all selected clients; the mean of the first replies is that of fewer
-    clients.
-    """
+    """Over-selection draws a mutant for each selected client and averages only the first replies."""
     history = trained("fedmut", Clock(speed="stragglers(100, 10)", over_selection=0.5)).history
     assert [len(record["clients"]) - len(record["faults"]) for record in history] == [4] * len(
         history
@@ -187,13 +190,13 @@ def test_fedmut_is_over_selected_with_a_model_for_each_selected_client() -> None
 
 
 def test_a_resumed_run_has_the_simulated_time_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    """Lengthened: the clock goes on where the last record says."""
+    """A lengthened run continues the clock from its last record."""
     trained(directory=tmp_path, rounds=2)
     assert trained(directory=tmp_path).history == trained().history
 
 
 def test_a_trace_gives_each_client_its_line(tmp_path: Path) -> None:
-    """Lines are used in turn, and columns that are not there come from the table."""
+    """Clients use the lines of a trace in turn, and the table supplies missing columns."""
     path = tmp_path / "trace.csv"
     path.write_text("speed,from,hours\n10,0,24\n20,6,12\n")
     clock = Clock(trace=str(path), up=7.0)
@@ -214,7 +217,7 @@ def test_a_run_does_not_resume_with_a_changed_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     for speed in (10, 20):
         path.write_text(f"speed\n{speed}\n")
-        clock._lines.cache_clear()  # as in another process
+        clock._lines.cache_clear()  # as in a new process
         if speed == 10:
             trained(clock=Clock(trace=str(path)), directory=tmp_path / "run", rounds=2)
     with pytest.raises(FedloomError, match="another run"):
@@ -243,7 +246,7 @@ def test_a_run_does_not_resume_with_a_changed_trace(tmp_path: Path) -> None:
     ],
 )
 def test_bad_clocks_are_refused_in_one_line(table: dict[str, Any], message: str) -> None:
-    """Each error names the value and the allowed ones."""
+    """Each error of a bad clock is one line with the value and the allowed values."""
     with pytest.raises(FedloomError, match=message):
         configuration({"clock": table})
 
@@ -266,7 +269,7 @@ def test_every_rate_that_is_drawn_gives_a_finite_time() -> None:
 
 
 def test_targets_are_reached_in_simulated_seconds() -> None:
-    """Tables have a column of simulated seconds, and curves over seconds use them."""
+    """Tables have a column of simulated seconds, and curves over seconds use simulated seconds."""
     records = [{"round": k, "accuracy": k / 4, "simulated_seconds": 10.0 * k} for k in (1, 2, 3)]
     summary = RunSummary("fedavg", 0, records, [{"round": k, "seconds": 0.1} for k in (1, 2, 3)])
     assert seconds_to(summary, 0.5) == 20.0

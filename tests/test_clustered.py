@@ -1,4 +1,4 @@
-"""CluSamp: its cluster masses, groups, draws and rounds, each against a second computation."""
+"""CluSamp: compare cluster masses, groups, draws and rounds with a second computation."""
 
 from __future__ import annotations
 
@@ -65,12 +65,15 @@ def test_clusters_by_size_have_exact_masses(case: tuple[list[int], int]) -> None
     assert_masses(clusters, sizes, count)
     order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     flattened = [sizes[client] for cluster in clusters for client in cluster]
-    assert flattened == sorted(flattened, reverse=True)  # falling order of samples
+    assert flattened == sorted(flattened, reverse=True)  # descending numbers of samples
     assert all(sizes[order[0]] >= size for size in sizes)
 
 
 def test_clusters_by_size_equal_a_case_worked_by_hand() -> None:
-    """10 samples, 2 clusters: masses 12, 6, 2 of 10 each; the heaviest client spills over."""
+    """Clusters by size equal a case solved by hand.
+
+    10 samples, 2 clusters: masses 12, 6, 2 of 10 each; the heaviest client is in both clusters.
+    """
     assert clusters_by_size([1, 6, 3], 2) == [{1: 10}, {1: 2, 2: 6, 0: 2}]
 
 
@@ -100,8 +103,9 @@ def test_clusters_by_similarity_have_exact_masses(
 def test_groups_equal_a_cut_of_the_tree_at_the_merged_weight(
     case: tuple[list[int], int], seed: int
 ) -> None:
-    """Cut the tree as the reference does: use the weight of each merge as its height and let SciPy
-    cut there.
+    """Groups equal a cut by SciPy of a tree that has the weight of each merge as its height.
+
+    The reference cuts the tree in this way.
     """
     sizes, count = case
     points = np.random.default_rng(seed).normal(size=(len(sizes), 3))
@@ -117,7 +121,7 @@ def test_groups_equal_a_cut_of_the_tree_at_the_merged_weight(
 
 
 def test_similar_clients_share_a_cluster() -> None:
-    """Six clients in three directions, three draws: one from each direction."""
+    """Six clients in three directions form three clusters, one for each direction."""
     angles = torch.tensor([0.0, 0.02, 2.0, 2.03, 4.0, 4.01])
     rows = torch.stack([angles.cos(), angles.sin()], dim=1)
     distance = displacement_distances(rows, rows, "cosine").numpy()
@@ -160,7 +164,7 @@ def ready(method: Method, world: World) -> Pipeline:
 
 @pytest.mark.parametrize("by", ["size", "similarity"])
 def test_draws_are_unbiased(by: str) -> None:
-    """Over many rounds client i weighs m p_i on average."""
+    """Client i has mean weight m p_i over many rounds."""
     world = World(sizes=(5, 40, 17, 8, 23, 13, 6))
     pipeline = ready(Clustered(FedAvg(), by=by), world)  # type: ignore[arg-type]
     rounds, total = 3000, Counter[int]()
@@ -224,8 +228,8 @@ def test_rounds_of_clusamp_equal_plain_loops(distance: str, norm: bool) -> None:
 
 
 def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[State]]:
-    """Compute selection and averages from the uploads alone, with dense matrices and the draws of
-    the method's stream.
+    """Compute selection and averages from the uploads with dense matrices and the random draws of
+    the method.
     """
     count, draws = world.clients, 3
     total = sum(world.sizes)
@@ -328,7 +332,7 @@ def test_a_pool_keeps_its_size_and_its_clients_come_from_their_clusters() -> Non
     run = world.run(build("clustered(fedmr, by=size)"))
     assert run.federation.server_state()["inner0.pool"].shape[0] == 3
     clusters = clusters_by_size(list(world.sizes), 3)
-    for clients in run.selected:  # some order of the slots gives each its own cluster
+    for clients in run.selected:  # some order of the slots matches clusters to clients
         draws = [
             [a, b, c] for a in clients for b in clients for c in clients if len({a, b, c}) == 3
         ]

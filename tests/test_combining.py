@@ -1,4 +1,4 @@
-"""`fedloom list X --with Y`, and the moments of a round in words."""
+"""Check `fedloom list X --with Y` and the description of the steps of a round."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_each_order_of_two_methods_is_shown(
     ],
 )
 def test_a_refusal_gives_its_reason_in_one_line(first: str, second: str, reason: str) -> None:
-    """The second needs a plan, and so does the third."""
+    """A refusal gives its reason in one line; the second and third case need a plan."""
     assert list(shown(first, second).values()) == [reason]
 
 
@@ -136,7 +136,9 @@ def test_every_hook_has_one_moment() -> None:
 
 
 def test_the_parts_of_a_hook_are_those_that_declare_it() -> None:
-    """With the options that make the parts act in all of their hooks."""
+    """The parts of a hook are all parts that declare it, with options that activate all their
+    hooks.
+    """
     options = {
         "clustered": "clustered(fedavg)", "fedala": "fedala", "fedala_code": "fedala_code",
         "fedah": "fedah", "clusamp": "clusamp",

@@ -1,4 +1,4 @@
-"""Comparisons in several settings: their runs, their folders, and that each run is made once."""
+"""Comparisons in several settings: their runs and folders, and that each run is made once."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_comparison_in_several_settings_makes_each_run_once(tmp_path: Path) ->
 
     events.clear()
     wider = plan(tmp_path, seeds=[0, 1], settings={**settings, "training": {"epochs": [1, 2]}})
-    Comparison.of(wider).run(events.append)  # one local epoch is what the runs above had
+    Comparison.of(wider).run(events.append)  # the runs above had one local epoch
     assert {event.run.setting for event in events if event.kind == "skipped"} == {
         "data.partition=iid, training.epochs=1",
         "data.partition=dirichlet(0.5), training.epochs=1",

@@ -1,4 +1,4 @@
-"""Methods in methods: every sensible nesting runs and resumes bit for bit."""
+"""Every sensible nesting of methods runs, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ EVERY = sorted({*EVERY_METHOD, *NESTINGS})
 
 @pytest.mark.parametrize("expression", EVERY)
 def test_a_round_replaces_tensors_and_edits_none_in_place(expression: str) -> None:
-    """A round that fails on the server can then be undone at no cost."""
+    """A round replaces tensors and never edits them, so that the server can undo it at no cost."""
     task = World(norm=True, training=Training(learning_rate=0.05, batch_size=4)).task()
     schedule = Schedule(rounds=3, participation=1.0, seed=3)
     run = Federation(build(expression), task, RowsEngine(task), schedule)
@@ -122,8 +122,9 @@ def test_a_round_replaces_tensors_and_edits_none_in_place(expression: str) -> No
     ],
 )
 def test_traffic_is_that_of_the_table_in_fedmr(name: str) -> None:
-    """Appendix C.1: 2K models; SCAFFOLD 2K variates more, FedGen K generators (its class counts are
-    not in the table).
+    """Traffic equals the table in FedMR, appendix C.1: 2K models.
+
+    SCAFFOLD adds 2K variates and FedGen K generators. The table omits FedGen's class counts.
     """
     world = World(norm=True, sizes=(9,) * 6)
     run = world.run(build(name))
@@ -138,7 +139,7 @@ def test_traffic_is_that_of_the_table_in_fedmr(name: str) -> None:
             down + state["generator"].numel() * state["generator"].element_size(),
             up + world.classes * 4,
         )
-    counters = run.federation.integers.numel() * 8  # batch norm's, which travel with every model
+    counters = run.federation.integers.numel() * 8  # counters of batch norm accompany every model
     assert (record["bytes_down"], record["bytes_up"]) == (
         count * (down + counters),
         count * (up + counters),

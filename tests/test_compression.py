@@ -1,5 +1,5 @@
-"""Compressed traffic: each code against plain Python, the bytes sent, and codes around methods and
-other codes.
+"""Compressed traffic: compare each code with plain Python, and check the bytes sent and nested
+codes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_quantisation_equals_plain_python(
     assert dequantise(levels, scales, len(numbers), bits, bucket)[0].tolist() == pytest.approx(
         expected, abs=1e-9
     )
-    # The bits themselves, the first number's lowest.
+    # Check the bit order: the first number has the lowest bits.
     assert int(stream, 2) == int.from_bytes(bytes(levels[0].tolist()), "little")
 
 
@@ -155,8 +155,8 @@ class Watched(FedAvg):
 
 
 def watched(code: type[Codec], **options: Any) -> tuple[Federation, Watched, list[Tensor]]:
-    """Run three rounds with all clients; return the run, the method with its updates, and the
-    models from the initial one on.
+    """Run three rounds with all clients; return the run, the method with its updates, and all
+    models from the initial one.
     """
     inner = Watched(weighted=False)
     Watched.updates = {}
@@ -197,8 +197,9 @@ def test_sparse_updates_with_feedback_equal_plain_python() -> None:
 def test_error_feedback_remembers_the_unsent_remainder(
     code: type[Codec], options: dict[str, Any]
 ) -> None:
-    """Nothing of a client's updates is lost: w_0 + mean of all updates = w_3 + mean of the
-    remainders.
+    """Error feedback loses nothing of a client's updates.
+
+    w_0 + mean of all updates = w_3 + mean of the remainders.
     """
     run, inner, models = watched(code, **options)
     size = task().layout.trainable
@@ -249,13 +250,15 @@ def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
     moved = torch.stack(list(inner.updates.values()))
     step = (
         float(moved[:, :size].max() - moved[:, :size].min()) / 255
-    )  # of an upload's 8 bits, far below that of one bit
+    )  # a step of 8 bits, far smaller than a step of one bit
     torch.testing.assert_close(simulation.model(), exact + moved.mean(0), rtol=1e-5, atol=step)
     assert step < 0.05 * float(exact[:size].max() - exact[:size].min())
 
 
 def numbers_sent(expression: str) -> tuple[float, float]:
-    """Return bytes down and up of one client in the last round, without batch norm's buffers."""
+    """Return the bytes down and up of one client in the last round, without the buffers of batch
+    norm.
+    """
     record = run_federation(expression).history[-1]
     layout = task().layout
     buffers = 8 * layout.integers + 4 * (layout.size - layout.trainable)
@@ -273,7 +276,7 @@ def test_counted_bytes_equal_the_packed_arrays() -> None:
         assert numbers_sent(f"quantised(fedavg, bits=8, down={bits}, bucket=50)")[0] == packed
     count = int(0.1 * size)
     assert numbers_sent("sparse(scaffold, share=0.1)") == (2 * model_bytes, 2 * 8 * count)
-    # Of 5 x 6 and 6 x 4 weights, rank 1 sends 11 and 10 numbers, and all others as they are.
+    # For 5 x 6 and 6 x 4 weights, rank 1 sends 11 and 10 numbers. All others are unchanged.
     assert numbers_sent("lowrank(fedavg, rank=1)") == (
         model_bytes,
         model_bytes - 4 * (30 - 11 + 24 - 10),
@@ -338,7 +341,7 @@ def test_bad_expressions_are_refused(expression: str, message: str) -> None:
     ],
 )
 def test_a_code_inside_another_part_equals_the_other_order(expression: str, swapped: str) -> None:
-    """Replies are coded last and decoded first, however the expression is written."""
+    """Replies are coded last and decoded first, in every order of the expression."""
     first, second = run_federation(expression), run_federation(swapped)
     assert first.history == second.history
     assert torch.equal(first.model(), second.model())

@@ -1,4 +1,4 @@
-"""Configurations from files and the command line; errors are one line."""
+"""Configurations from files and the command line; each error is one line."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_folder_names_of_methods_differ() -> None:
 def test_the_default_measure_is_personal_if_personal_figures_are_taken() -> None:
     personal = {"personal_every": 5, "data": {"local_test": 0.25}}
     assert configuration({}).measure == "last"
-    assert configuration({"personal_every": 5}).measure == "last"  # nothing to take them on
+    assert configuration({"personal_every": 5}).measure == "last"  # no client has test data
     assert configuration({"data": {"local_test": 0.25}}).measure == "last"
     assert configuration(personal).measure == "personal"
     assert configuration({**personal, "measure": "best"}).measure == "best"

@@ -1,6 +1,4 @@
-"""Conversion of user data: any type of number, labels of text or from 1, and the messages of
-refusals.
-"""
+"""Conversion of user data: all numeric types, labels as text or from 1, and error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ NAMES = ["cat", "ant", "bee"] * 4
         ([torch.ones(2), torch.zeros(2)] * 6, torch.float32),
         (np.ones((12, 3), np.int32), torch.int64),
         (np.ones((12, 8, 8), np.uint8), torch.uint8),
-        (torch.ones(12, 3, dtype=torch.float64), torch.float64),  # a model of that type may want it
+        (torch.ones(12, 3, dtype=torch.float64), torch.float64),  # a model of this type may need it
     ],
 )
 def test_inputs_may_be_of_any_type_of_number(inputs: Any, dtype: torch.dtype) -> None:
@@ -67,7 +65,7 @@ def test_splits_with_different_class_names_are_joined_under_all_names() -> None:
         (np.array([1, 2, 3], np.int32), [0, 1, 2], ("1", "2", "3")),
         (torch.tensor([-1, 1, 1], dtype=torch.int16), [0, 1, 1], ("-1", "1")),
         ([True, False, True], [1, 0, 1], ("False", "True")),
-        (np.array([0, 2, 2], np.uint8), [0, 2, 2], None),  # a class that has no sample yet
+        (np.array([0, 2, 2], np.uint8), [0, 2, 2], None),  # a class without samples
     ],
 )
 def test_labels_that_do_not_begin_at_0_are_renumbered(

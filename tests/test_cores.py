@@ -1,4 +1,4 @@
-"""Concurrent runs: their number, their threads, and that neither changes the results."""
+"""Concurrent runs: their number and threads, which do not change the results."""
 
 from __future__ import annotations
 
@@ -108,8 +108,10 @@ def test_a_run_records_its_number_of_threads(threads: int | None, tmp_path: Path
 
 
 def test_a_comparison_has_the_same_results_with_one_worker_and_with_two(tmp_path: Path) -> None:
-    """The matrices are so large that PyTorch splits their products: sums then depend on the threads
-    in the last digits.
+    """A comparison has equal results with one worker and with two.
+
+    The matrices are so large that PyTorch splits their products. The last digits of sums then
+    depend on the number of threads.
     """
 
     def compared(workers: int) -> Path:

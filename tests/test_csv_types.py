@@ -1,4 +1,4 @@
-"""The types of the columns of CSV files, and that predictions leave copied columns as they are."""
+"""Column types of CSV files; predictions leave copied columns unchanged."""
 
 from __future__ import annotations
 
@@ -219,4 +219,4 @@ def test_a_process_that_has_read_a_csv_has_no_pool_of_threads(tmp_path: Path) ->
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) <= 1  # the reader of the file; a pool would have two at least
+    assert int(done.stdout) <= 1  # the file reader; a pool would have at least two

@@ -1,4 +1,4 @@
-"""Damaged files: each is refused in one line, or read as it was written."""
+"""Damaged files are refused in one line or read without change."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_every_bit_of_a_file_of_tensors_counts(tmp_path: Path) -> None:
                 {name: tensor.tolist() for name, tensor in tensors.items()},
                 metadata,
             ) == expected
-    # in the spaces that fill up the header, such as one that becomes a line break
+    # Damage to padding spaces of the header, such as a line break, has no effect.
     assert unseen <= 64
 
 
@@ -178,7 +178,7 @@ def test_a_damaged_cache_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(created) > 20
     other_split = cached_split("digits", "other key", lambda: (samples[:3], samples))
     names = sorted(tmp_path.iterdir(), key=lambda name: name == path)
-    path.write_bytes(names[0].read_bytes())  # under another's name
+    path.write_bytes(names[0].read_bytes())  # under the name of another split
     assert tensors(cached_split("digits", "key", make)) == expected != tensors(other_split)
 
 
@@ -225,7 +225,7 @@ TASK = {
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a comparison of one finished run with all kinds of files."""
+    """Make a folder with a comparison of one finished run and all kinds of its files."""
     folder = tmp_path_factory.mktemp("compared")
     table = {**JOB, **TASK, "directory": str(folder)}
     assert Comparison.of(configuration(table)).run(lambda event: None) == {}
@@ -269,7 +269,9 @@ def test_no_reader_of_a_finished_run_shows_a_changed_figure(name: str, compared:
 def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(
     name: str, compared: Path, tmp_path: Path
 ) -> None:
-    """Reports, users of its model and resumption refuse it, and the watch shows it as damaged."""
+    """Reports, users of the model and resumption refuse a damaged run, and the watch shows the
+    damage.
+    """
     folder = tmp_path / "copy"
     shutil.copytree(compared, folder)
     (run,) = folder.glob("*/seed-*")
@@ -393,7 +395,7 @@ def test_a_changed_figure_of_the_newest_rounds_falls_back_to_the_checkpoint_befo
 def test_a_damaged_name_among_the_times_does_not_lose_the_run(
     name: str, compared: Path, tmp_path: Path
 ) -> None:
-    """A line of times without one of its names is dropped; the run goes on and its report can be
+    """A line of times without one of its names is dropped; the run continues and its report is
     written.
     """
     (finished,) = compared.glob("*/seed-*")
@@ -406,7 +408,7 @@ def test_a_damaged_name_among_the_times_does_not_lose_the_run(
         configuration({**JOB, **TASK}), run, lambda event: None, path=tmp_path / "run"
     )
     assert len(figures.records) == 2
-    lost = name in ("round", "ended", "seconds", "train_seconds")  # which tables and pages read
+    lost = name in ("round", "ended", "seconds", "train_seconds")  # tables and pages read these
     assert [times["round"] for times in figures.timings] == ([2] if lost else [1, 2])
     assert "2 rounds" in render("job", [figures], [], "")
 

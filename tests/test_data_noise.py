@@ -1,4 +1,4 @@
-"""Label noise: number, clients and values of replaced labels; nothing else changes."""
+"""Label noise: number, clients and values of replaced labels; all other data stay equal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def noise_of(kind: str, rate: float | list[float]) -> LabelNoise:
 
 
 def some_partition(sizes: list[int], spare: int = 5) -> tuple[Partition, int]:
-    """Return clients of these sizes with samples in random order, and the number of all samples
-    (`spare` have no client).
+    """Return clients of the given sizes with samples in random order, and the number of all
+    samples.
+
+    No client has the last `spare` samples.
     """
     count = sum(sizes) + spare
     order = np.random.default_rng(sum(sizes)).permutation(count)
@@ -61,7 +63,7 @@ def test_each_client_has_its_share_of_labels_replaced(
     assert not changed[np.setdiff1d(np.arange(count), partition.indices)].any()
     for client, size in enumerate(sizes):
         replaced = int(changed[partition[client]].sum())
-        # A symmetric replacement may be the true label, so there the change is only bounded.
+        # A symmetric replacement may equal the true label, so this only checks a bound.
         assert replaced <= np.ceil(rate * size)
         if kind == "paired":
             assert replaced >= np.floor(rate * size)
@@ -83,8 +85,9 @@ def test_a_higher_rate_replaces_the_same_labels_and_more(
 
 @pytest.mark.parametrize("kind", ["symmetric", "paired"])
 def test_the_mean_share_is_exact_however_small_the_clients_are(kind: str) -> None:
-    """Twenty thousand clients of one sample: a count rounded to the nearest would replace nothing,
-    or everything.
+    """The mean share of noise is exact even for twenty thousand clients of one sample.
+
+    Rounding the count of each client would replace no labels or all labels.
     """
     partition = Partition.from_sizes(np.arange(20_000), [1] * 20_000)
     labels = some_labels(20_000, 10)
@@ -100,7 +103,7 @@ def test_symmetric_replacements_are_uniform_over_classes_and_samples() -> None:
     counts = np.bincount(noisy.ravel(), minlength=5)
     replaced_by_zero = counts[0] - noisy.size // 2
     assert stats.chisquare([replaced_by_zero, *counts[1:]]).pvalue > 1e-4
-    # Each sample is wrong with probability 0.5 * 4 / 5, over seeds independently.
+    # Each label is wrong with probability 0.5 * 4 / 5, independently over seeds.
     wrong = (noisy != 0).sum(0)
     assert stats.kstest((wrong - 80) / np.sqrt(200 * 0.4 * 0.6), "norm").pvalue > 1e-4
     assert abs(np.corrcoef(noisy[:, 0] != 0, noisy[:, 1] != 0)[0, 1]) < 0.3
@@ -178,7 +181,7 @@ def test_a_rate_of_0_changes_no_bit(noise: str) -> None:
 
 @pytest.mark.parametrize("engine", ["rows", "stacked", "processes(workers=1)"])
 def test_every_engine_trains_on_the_noisy_labels(engine: str) -> None:
-    """The same as on a data set that has these labels in its files."""
+    """Every engine trains as on a data set with the noisy labels in its files."""
     noisy = noisy_task("symmetric(0.6)", local_test=0.25)
     train = fl.Samples(noisy.dataset.train.inputs, noisy.train.labels)
     by_hand = Task(

@@ -1,4 +1,4 @@
-"""The user's own data: arrays, folders of pictures and Python functions."""
+"""The user's data: arrays, folders of pictures and Python functions."""
 
 from __future__ import annotations
 
@@ -253,9 +253,7 @@ def test_bad_image_folders_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write a module into the current folder that loads data in every allowed and some other ways;
-    return its name.
-    """
+    """Write a module that loads data in every allowed and some other ways, and return its name."""
     name = "loads_data_for_the_test"
     (tmp_path / f"{name}.py").write_text(
         "import fedloom as fl, numpy as np, torch\n"
@@ -314,8 +312,8 @@ def test_bad_python_functions_are_refused_in_one_line(
 
 
 def test_a_function_may_import_from_the_current_folder_when_called(module: str) -> None:
-    """A worker process that unpickles its result may too: the folder stays importable, as for
-    models.
+    """A function may import from the current folder, also in a worker process that unpickles its
+    result.
     """
     assert len(make("python", source=f"{module}:late").train) == 8
     assert sys.path.count(os.getcwd()) == 1

@@ -1,4 +1,4 @@
-"""The standard data sets, from the real files if present and from small files in the same formats."""
+"""Standard data sets from the real files, if present, and from small files in the same formats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CIFAR = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep tests from the user's data, the user's cache and the hub."""
+    """Isolate tests from the user's data, the user's cache and the hub."""
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -77,7 +77,7 @@ def test_the_real_mnist_is_read() -> None:
         1009,
     ]
     assert data.train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-    # md5 of the official uncompressed training images is that of this header and these bytes
+    # the official uncompressed training images have this header and this md5
     header = bytes([0, 0, 8, 3]) + b"".join(size.to_bytes(4, "big") for size in (60_000, 28, 28))
     assert (
         hashlib.md5(header + data.train.inputs.numpy().tobytes()).hexdigest().startswith("6bbc9ace")
@@ -91,7 +91,7 @@ def test_the_real_mnist_is_read() -> None:
 def test_real_cifar10_from_parquet_is_decoded_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # A sixth of the real pictures keeps the test short.
+    # Use a sixth of the real pictures to shorten the test.
     source = pq.read_table(SHARED / "cifar10-jpeg" / "test.parquet")
     pq.write_table(source, tmp_path / "train.parquet")
     pq.write_table(source.slice(0, 500), tmp_path / "test.parquet")
@@ -148,7 +148,7 @@ def test_a_shared_data_folder_distinguishes_sets_of_equal_file_names(
     assert len(make("mnist").train) == 20
     with pytest.raises(DataError, match="fashion_mnist: not in"):
         make("fashion_mnist")
-    # A folder that is MNIST's own does not serve Fashion-MNIST, whose files have the same names.
+    # A MNIST folder does not serve Fashion-MNIST, although the file names are equal.
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "all" / "MNIST" / "raw"))
     assert len(make("mnist").train) == 20
     with pytest.raises(DataError, match="fashion_mnist: not in"):
@@ -338,7 +338,7 @@ def test_damaged_tiny_imagenet_is_named(tmp_path: Path) -> None:
 
 
 def _leaf(writers: dict[str, int], start: int = 0) -> str:
-    """Make a LEAF file in which the first two pixels of a sample name its writer and number."""
+    """Make a LEAF file that stores a sample's writer and number in its first two pixels."""
     data = {}
     for at, (name, size) in enumerate(writers.items(), start=start):
         images = np.zeros((size, 784))
@@ -473,8 +473,8 @@ def test_ag_news_numbers_its_tokens(tmp_path: Path) -> None:
 def _fake_hub(
     monkeypatch: pytest.MonkeyPatch, tables: dict[tuple[str, str], pa.Table]
 ) -> list[tuple[str, str]]:
-    """Install a `datasets` module that serves `tables` by (repository, split); returns the list of
-    its calls.
+    """Install a `datasets` module that serves `tables` by (repository, split), and return the list
+    of its calls.
     """
     calls: list[tuple[str, str]] = []
 
@@ -593,7 +593,7 @@ def test_every_set_needs_no_arguments_or_names_the_missing_ones(name: str) -> No
         "part",
     ):
         data = entry.make()
-        assert data.name == ("digits" if name == "part" else name)  # by default a part of those
+        assert data.name == ("digits" if name == "part" else name)  # the default inner data set
         assert int(data.train.labels.max()) < (data.classes or 10)
         return
     with pytest.raises(

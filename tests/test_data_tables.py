@@ -1,4 +1,4 @@
-"""Tables with named columns, from files and from other libraries; torch's data sets."""
+"""Tables with named columns, from files and from other libraries; data sets of torch."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_numbers_are_standardised_over_training_rows_alone(tmp_path: Path) -> No
     training_rows = task.train.inputs[torch.from_numpy(task.partition.indices)]
     assert torch.allclose(training_rows[:, :2].mean(0), torch.zeros(2), atol=1e-6)
     assert torch.allclose(training_rows[:, :2].std(0, correction=0), torch.ones(2), atol=1e-6)
-    # the clients' test samples have no say
+    # Test samples of clients do not influence the scale.
     assert abs(float(task.train.inputs[:, 0].mean())) > 1e-3
     assert set(training_rows[:, 2:].unique().tolist()) == {0.0, 1.0}
     assert task.train.inputs.dtype == torch.float32
@@ -101,8 +101,8 @@ def test_floats_are_a_regression_and_whole_numbers_as_kind_says(tmp_path: Path) 
     dataset = table(path=path, target="age", kind="regression")
     assert (dataset.objective.metric.name, dataset.train.labels.dtype) == ("rmse", torch.float32)
     coded = table(path=path, target="outcome", inputs=["age"], categorical=["age"])
-    assert coded.spec.shape == (32,)  # one for each age among the training rows
-    assert bool((coded.test.inputs == 0).all())  # an age that none of them has
+    assert coded.spec.shape == (32,)  # one for each age in the training rows
+    assert bool((coded.test.inputs == 0).all())  # an age outside the training rows
 
 
 def test_whole_numbers_that_nobody_calls_classes_are_told_in_a_notice_and_on_the_card(
@@ -151,7 +151,7 @@ def test_empty_cells_are_refused_filled_or_dropped(tmp_path: Path) -> None:
     task = fl.make_task(filled, clients=1, partition="iid", model="logistic")
     assert bool(filled.train.inputs[0, 0].isnan())
     assert float(task.train.inputs[0, 0]) == pytest.approx(0, abs=1e-6)  # the mean of the others
-    assert filled.train.inputs[-1, 1:].sum() == 1  # a category of its own
+    assert filled.train.inputs[-1, 1:].sum() == 1  # a separate category
 
 
 def test_test_rows_have_the_column_types_of_training_rows(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_lists_in_parquet_are_inputs_and_several_columns_name_clients(tmp_path: 
 
 
 def saved(folder: Path, table: pa.Table) -> None:
-    """Write a folder as `save_to_disk` of Hugging Face's `datasets` does."""
+    """Write a folder in the format of `save_to_disk` of Hugging Face's `datasets`."""
     folder.mkdir(parents=True)
     with (
         pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
@@ -262,7 +262,7 @@ def test_a_task_is_made_from_hugging_faces_dataset() -> None:
 
 
 class Pictures:
-    """A data set like torchvision's: pictures of Pillow, and an error beyond the last item."""
+    """A data set like torchvision's: Pillow pictures and an error beyond the last item."""
 
     def __init__(self, count: int = 20) -> None:
         self.count = count
@@ -341,7 +341,7 @@ def test_features_that_need_all_data_in_memory_are_refused_for_lazy_data(
     monkeypatch.setattr(
         Pictures, "__getitem__", lambda self, row: (np.zeros((2, 90 + row), np.float32), 0)
     )
-    # reads one sample alone
+    # This reads a single sample.
     task = fl.make_task(pictures, clients=2, partition="iid", model="logistic")
     assert task.train.labels.unique().tolist() == [0, 1]
     with pytest.raises(

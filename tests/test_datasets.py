@@ -83,7 +83,7 @@ def test_synthetic_has_the_sizes_of_the_authors() -> None:
     assert data.spec.shape == (60,)
     assert (len(sizes), int(sizes.min()) >= 50) == (30, True)
     assert train.tolist() == [int(0.9 * size) for size in sizes.tolist()]
-    # Median of int(LogNormal(4, 2)) + 50 is e^4 + 50, about 104.
+    # The median of int(LogNormal(4, 2)) + 50 is e^4 + 50, about 104.
     many = make("synthetic", users=400, dimension=2, seed=1)
     assert many.train.groups is not None
     assert many.test.groups is not None
@@ -92,7 +92,7 @@ def test_synthetic_has_the_sizes_of_the_authors() -> None:
 
 
 def _linear_fit_agrees(data: Dataset, users: list[int]) -> float:
-    """Return the share of training labels that one multinomial model fitted to `users` predicts."""
+    """Return the share of training labels that a multinomial model fitted to `users` predicts."""
     from sklearn.linear_model import LogisticRegression
 
     assert data.train.groups is not None
@@ -117,7 +117,7 @@ def test_beta_separates_the_inputs_of_users() -> None:
         return float(torch.stack(means).std(0).mean())
 
     assert spread(0.0) < 0.1
-    # v_i has standard deviation sqrt(1 + beta^2) in each coordinate
+    # v_i has standard deviation sqrt(1 + beta^2) in each coordinate.
     assert 1.0 < spread(1.0) < 2.0
 
 

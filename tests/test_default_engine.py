@@ -1,6 +1,4 @@
-"""The default engine: the rule's choice, its repeatability, and that a resumed run keeps its
-engine.
-"""
+"""The default engine: its choice, its repeatability, and that a resumed run uses the same engine."""
 
 from __future__ import annotations
 
@@ -222,7 +220,7 @@ def test_processes_give_a_run_the_numbers_of_rows(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, "fedloom"):
         engine = make_engine("default(memory_budget=1000)", small, LONG, algorithm=build("fedavg"))
     assert isinstance(engine, ProcessesEngine)
-    assert engine.workers == 1  # of two clients one trains in a round
+    assert engine.workers == 1  # a round trains one of two clients
     assert engine.store.budget == 1000
     schedule = Schedule(2, 1.0)
     runs = [
@@ -328,7 +326,7 @@ def test_the_choice_is_printed_first_and_stands_in_the_report(tmp_path: Path) ->
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_runs_of_a_comparison_start_no_processes_of_their_own(tmp_path: Path, workers: int) -> None:
-    """Concurrent runs share the cores and give the same numbers."""
+    """Concurrent runs share the cores, start no processes and give equal numbers."""
     job = plan(tmp_path, model="digits_cnn", workers=workers, threads=2, training={"steps": 1})
     assert Comparison.of(job).run(lambda event: None) == {}
     engines = [run_directory(job, method, 0).engine for method in ("fedavg", "fedmr")]

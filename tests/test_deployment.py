@@ -1,5 +1,5 @@
-"""The files of docs/real-sites.md: whole, and of the syntax that Docker, Kubernetes and systemd
-read.
+"""The files of docs/real-sites.md are complete and have valid syntax for Docker, Kubernetes and
+systemd.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "VOLUME"}
 
 
 def installed(program: str) -> str | None:
-    """Return the path of a program, beside this Python or elsewhere."""
+    """Return the path of a program next to this Python or on the search path."""
     return shutil.which(
         program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     )

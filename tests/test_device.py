@@ -1,4 +1,4 @@
-"""Devices: where data and models lie, that steps wait for no figure, and half precision."""
+"""Devices: location of data and models, steps that do not wait for a figure, and half precision."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_autocast_is_a_setting_of_training() -> None:
 
 
 class _Pinned:
-    """A tensor whose way to a GPU is written down."""
+    """A tensor that records its transfer to a GPU."""
 
     is_cuda = False
 
@@ -136,7 +136,7 @@ def test_what_goes_to_a_gpu_goes_without_waiting() -> None:
 
 
 def test_checkpoints_come_back_to_where_their_tensors_were() -> None:
-    """`meta` stands for another device."""
+    """Restored checkpoints move tensors back to their device; `meta` stands for a GPU."""
     like = {"model": torch.empty(3, device="meta"), "counter": torch.zeros(1)}
     back = moved_back(
         {"model": torch.ones(3), "counter": torch.ones(1), "later": torch.ones(2)},
@@ -178,7 +178,7 @@ figure or a shape.
 
 
 class Nowait(TorchDispatchMode):
-    """Raises where an operation would wait for the device."""
+    """Raises an error if an operation would wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,8 +206,8 @@ def test_an_operation_that_waits_is_noticed() -> None:
 
 @contextmanager
 def without_waiting() -> Iterator[list[int]]:
-    """Every step of local training, and the gathering of its batch, raises where it would wait; how
-    many there were.
+    """Make every step of local training and of batch collection raise an error if it would wait;
+    yield the list of steps.
     """
     steps: list[int] = []
     each_batch, gradient = Cohort.each_batch, Cohort.gradient
@@ -281,8 +281,10 @@ READS = {
 def test_a_client_trains_on_another_device_and_reads_nothing_back(
     method: str, stacked: bool
 ) -> None:
-    """On `meta` tensors have a device and no values: whatever mixes it with the CPU, or asks for a
-    value, raises.
+    """A client trains on another device and reads nothing back.
+
+    Tensors on `meta` have a device and no values. They raise an error if an operation mixes them
+    with the CPU or needs a value.
     """
     settings = Training(learning_rate=0.05, momentum=0.5, batch_size=4)
     task = replace(small_task(), training=settings).to(torch.device("meta"))
@@ -303,7 +305,7 @@ def test_a_client_trains_on_another_device_and_reads_nothing_back(
     flat_module = (
         StackedModule(task.model, task.layout) if stacked else FlatModule(task.model, task.layout)
     )
-    flat_module._head_gives_outputs = True  # read once for a module, before the first step
+    flat_module._head_gives_outputs = True  # read once per module, before the first step
     if isinstance(flat_module, StackedModule):
         flat_module.begin(len(clients), [round.stream("layers", client) for client in clients])
     samples = [task.samples(client) for client in clients]
@@ -372,7 +374,7 @@ def test_a_server_works_on_another_device_and_reads_nothing_back(method: str) ->
 
 
 class Listening(nn.Module):
-    """A small network that notes the type in which each layer computes."""
+    """A small network that records the dtype of each layer's computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +439,7 @@ def test_layers_compute_in_half_precision_and_only_while_clients_train(
 
 
 def test_statistics_move_alike_in_half_precision() -> None:
-    """Stacks and rows, and neither far from single precision."""
+    """Stacks and rows move statistics alike, and both stay close to single precision."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Listening()
@@ -494,8 +496,9 @@ def test_precision_is_that_of_the_task_that_begins() -> None:
 def test_the_rule_is_told_that_recorders_hook_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Recorders that hook client training need it in this process; which recorder and method it is
-    decides.
+    """The engine rule receives whether a recorder hooks client training and so needs this process.
+
+    This depends on the recorder and the method.
     """
     requests: list[bool] = []
 

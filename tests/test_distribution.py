@@ -1,5 +1,5 @@
-"""The builds of `make dist`: a wheel with every file of the package, and a source archive from
-which the tests can run.
+"""The builds of `make dist`: a wheel with every file of the package, and a source archive that can
+run the tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(*folders: str) -> set[str]:
-    """Return every file below these folders, as a path from the root."""
+    """Return every file below these folders as a path relative to the root."""
     paths = (
         path
         for folder in folders

@@ -29,11 +29,11 @@ from fedloom.training import Training
 from naive import World
 from small_task import small_task
 
-LAST = 2  # rounds that go well
+LAST = 2  # number of successful rounds
 
 
 class Spoilt(Part):
-    """A method whose server half fails in the round after `LAST`."""
+    """A method that fails on the server in the round after `LAST`."""
 
     failure = "nan"
 
@@ -64,7 +64,7 @@ def federation(
 
 
 def assert_state_of_round(run: Federation, number: int, inner: str) -> None:
-    """Assert that server and clients are in the state of a run of that many rounds."""
+    """Assert that server and clients have the state of a run of `number` rounds."""
     reference = federation(Spoilt(build(inner)))
     for _ in range(number):
         reference.step()
@@ -153,7 +153,10 @@ def test_a_high_loss_is_no_divergence() -> None:
 
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_a_rate_that_has_decayed_to_zero_is_no_divergence(method: str) -> None:
-    """From round 2 on the rate is 0 in single precision, from round 7 on in double precision."""
+    """A rate that decays to zero is no divergence.
+
+    The rate is 0 in single precision from round 2, and in double precision from round 7.
+    """
     settings = Training(learning_rate=0.05, batch_size=4, decay=1e-60)
     task = replace(small_task(), training=settings)
     run = Federation(
@@ -168,7 +171,7 @@ def test_a_rate_that_has_decayed_to_zero_is_no_divergence(method: str) -> None:
 
 
 class Weighing(Part):
-    """Select all clients, one of them with another weight."""
+    """Selects all clients and gives one of them another weight."""
 
     weight = 0.0
 
@@ -187,7 +190,7 @@ def test_a_weight_without_a_mean_is_refused_and_no_divergence(weight: float) -> 
 
 @pytest.mark.parametrize("by", ["prototype", "head"])
 def test_a_class_that_no_client_has_is_no_divergence(by: str) -> None:
-    """A tenth of the test samples are of a class without a prototype."""
+    """A tenth of the test samples have a class without a prototype, and this is no divergence."""
     task = small_task()
     labels = task.train.labels.clamp(max=2)
     task = replace(task, train=Samples(task.train.inputs, labels))
@@ -203,7 +206,7 @@ def test_a_class_that_no_client_has_is_no_divergence(by: str) -> None:
 
 
 class Misnamed(FedAvg):
-    """Clients reply with an extra tensor whose name mentions values that are not finite."""
+    """Clients reply with an extra tensor named "not finite"."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return super().train(cohort, inbox) | {"not finite": torch.zeros(len(cohort.clients), 1)}

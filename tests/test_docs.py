@@ -1,6 +1,4 @@
-"""The documentation: it builds without a warning and without a network, says what the code says,
-and its examples run.
-"""
+"""The documentation builds without warnings or network, agrees with the code, and its examples run."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def shipped() -> list[Entry]:
-    """The methods of fedloom itself, without those that other tests register."""
+    """Return the methods of fedloom without the methods that other tests register."""
     return [entry for entry in algorithms if entry.make.__module__.startswith("fedloom.")]
 
 
@@ -51,20 +49,20 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def output(scripts: Scripts, code: str, folder: Path) -> str:
-    """Return what a program prints; fail where it ends with an error."""
+    """Return the output of a program; fail if it ends with an error."""
     program = folder / "page.py"
     program.write_text(code)
     return scripts.run(program, folder, folder / "output")
 
 
 def programs() -> list[str]:
-    """The pages with Python that runs; code of other projects is marked `py`."""
+    """Return the pages with runnable Python; code of other projects is marked `py`."""
     names = (str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
     return sorted(name for name in names if blocks(name, "python"))
 
 
 def promised(page: str) -> str:
-    """The output that a page shows directly below its Python."""
+    """Return the output that a page shows directly below its Python."""
     text = (DOCS / page).read_text()
     return "".join(
         re.findall(r"^```python\n(?:(?!```)[^\n]*\n)*```\n\n```text\n(.*?)^```$", text, re.M | re.S)
@@ -85,8 +83,8 @@ def test_the_code_on_a_page_prints_what_the_page_shows(
         [float(number) for number in NUMBER.findall(words)] for words in (text, shown)
     )
     assert len(numbers) >= 3
-    # Other versions of PyTorch round otherwise: an accuracy on 364 digits may move by a few of
-    # them.
+    # Other versions of PyTorch round differently: an accuracy on 364 digits may change by a few
+    # digits.
     assert printed == pytest.approx(numbers, abs=0.04)
 
 
@@ -112,8 +110,9 @@ for around in ("{}", "umf({})", "ala({}, max_epochs=3)"):
 def test_the_proximal_term_on_the_page_about_methods_is_that_of_fedprox_inside_parts_too(
     scripts: Scripts, tmp_path: Path
 ) -> None:
-    """A full step of the server makes the page's method FedProx, whose term is centred on the
-    server's model.
+    """The page's method with a full server step equals FedProx, also inside parts.
+
+    The proximal term of FedProx is centred on the model of the server.
     """
     (block,) = (block for block in blocks("own-method.md", "python") if '("half_step")' in block)
     text = output(scripts, block.split("\n\n\ntask = ")[0] + COMPARED, tmp_path)
@@ -150,7 +149,7 @@ def test_a_table_on_a_page_is_a_configuration(page: str, number: int, tmp_path: 
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """The fedloom commands in the text of README.md and of all pages, with their page."""
+    """Return the fedloom commands in README.md and all pages, with their page."""
     found = []
     for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         text = path.read_text().replace("\\\n", " ")
@@ -189,7 +188,7 @@ def test_every_page_begins_with_an_example() -> None:
     pages_of_text = [path for path in DOCS.rglob("*.md") if path.name not in GENERATED]
     assert len(pages_of_text) + len(GENERATED) <= 25
     begin = {path.name: path.read_text().split("\n## ")[0] for path in pages_of_text}
-    late = {"own-method.md"}  # with a section of its own
+    late = {"own-method.md"}  # the code is in a later section
     assert {name for name, text in begin.items() if "\n```" not in text} == late
 
 
@@ -261,7 +260,7 @@ def test_every_method_is_on_one_page_with_all_its_parameters() -> None:
 
 
 def readable(markup: str) -> str:
-    """Formulas in [[double brackets]] with `_{}` and `^{}` for indices and exponents."""
+    """Return formulas in [[double brackets]] with `_{}` and `^{}` for indices and exponents."""
     text = re.sub(
         r"<msubsup>(<m.>.*?</m.>)(<m.>.*?</m.>)(<m.>.*?</m.>)</msubsup>", r"\1_{\2}^{\3}", markup
     )

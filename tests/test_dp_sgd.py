@@ -1,4 +1,4 @@
-"""DP-SGD: against a loop over samples, the influence of one sample, its cost in epsilon, and
+"""DP-SGD: compare with a loop over samples; check the influence and epsilon of one sample, and
 refused methods.
 """
 
@@ -36,7 +36,7 @@ class Sites(RowsEngine, RemoteClients):
 
 
 class Recurrent(nn.Module):
-    """An LSTM in float64, which `vmap` does not take, over the rows of an image."""
+    """An LSTM in float64 over the rows of an image; `vmap` does not support it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,8 +104,9 @@ def client_costs(method: AccountedByClient, releases: torch.Tensor) -> list[floa
 def test_spent_epsilon_is_computed_once_per_kind_of_client(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand clients with four numbers of samples, of which some have trained more often than
-    others.
+    """Spent epsilon is computed once for each kind of client.
+
+    A thousand clients have four numbers of samples and different numbers of training rounds.
     """
     accounted = build(f"{method}(fedavg, noise=1.5)")
     assert isinstance(accounted, AccountedByClient)
@@ -128,7 +129,7 @@ def test_spent_epsilon_is_computed_once_per_kind_of_client(
 
 @pytest.mark.parametrize(
     ("kind", "size", "steps"),
-    # with batches of one sample on average, many batches in a row have none
+    # With batches of one sample on average, consecutive batches are often empty.
     [("linear", 8, 3), ("convolutions", 8, 3), ("recurrent", 8, 3), ("linear", 1, 20)],
 )
 def test_a_clients_training_equals_a_loop_over_samples(kind: str, size: int, steps: int) -> None:
@@ -190,7 +191,7 @@ def test_no_sample_moves_a_step_by_more_than_the_clip(
     update = moved(on)
     on.train.inputs[0], on.train.labels[0] = value, label
     changed_update = moved(on)
-    bound = 0.1 * clip  # learning rate times clip, over the samples for one of them
+    bound = 0.1 * clip  # learning rate times clip, for all samples together
     assert max(float(update.norm()), float(changed_update.norm())) <= bound * (1 + 1e-9)
     assert float((changed_update - update).norm()) <= 2 * bound / len(on.train) * (1 + 1e-9)
 
@@ -203,7 +204,8 @@ def test_epsilon_is_the_accountants_for_the_client_that_spent_most() -> None:
     spent = []
     for client in range(6):
         size = len(on.samples(client))
-        # All idle clients that the next round selects train too: what they learn is uploaded then.
+        # All idle clients that the next round selects also train and upload their result in that
+        # round.
         taking = [client in record["clients"] for record in trained.history]
         rounds = sum(
             this or following for this, following in zip(taking, [*taking[1:], False], strict=True)
@@ -237,7 +239,7 @@ def test_a_simulation_repeats_its_batches_and_noise_in_every_engine_and_real_sit
         assert any("DPSGD trains one client at a time" in text for text in stacked.notices)
         assert not torch.equal(
             run_federation(expression, on, engine=Sites).model(), model
-        )  # without noise by the batches
+        )  # without noise in the batches
 
 
 @pytest.mark.parametrize(
@@ -301,7 +303,7 @@ def test_models_and_losses_that_mix_the_samples_of_a_batch_are_refused() -> None
 
 
 class KeepsMeans(nn.Module):
-    """A model with a buffer of floats that follows the mean of its inputs."""
+    """A model with a floating-point buffer that follows the mean of its inputs."""
 
     def __init__(self, persistent: bool) -> None:
         super().__init__()
@@ -327,7 +329,9 @@ def test_buffers_that_would_be_uploaded_without_noise_are_refused() -> None:
 
 @pytest.mark.parametrize("method", ["local_private(fedavg, noise=1)", "private(fedavg, noise=1)"])
 def test_other_parts_clip_and_noise_buffers_like_weights(method: str) -> None:
-    """Of two data sets that differ by a shift, the buffers follow it by no more than the clip."""
+    """Parts clip and noise buffers like weights: a shift of the data moves them by at most the
+    clip.
+    """
     buffers = []
     for shift in (0.0, 1000.0):
         given = make_task("digits", clients=4, model=KeepsMeans(persistent=True))

@@ -1,5 +1,5 @@
-"""Early stopping: a run ends in the round of a naive count over a longer run, also when resumed or
-lengthened.
+"""Early stopping ends a run in the round that a naive count over a longer run gives, also if the
+run is resumed or lengthened.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ OPTIONS: dict[str, Any] = {
 def naive_end(
     history: list[dict[str, Any]], figure: str, rises: bool, by: float, evaluations: int, every: int
 ) -> int:
-    """Return the round after which `evaluations` values in a row have not beaten the last
-    improvement, or the last round.
+    """Return the round in which the last of `evaluations` values in a row fails to improve, or the
+    last round.
     """
     best, since = None, 0
     for record in history:
@@ -136,7 +136,7 @@ def test_runs_continue_with_more_rounds_or_patience(tmp_path: Path) -> None:
 
     stopped = run(20, 2)
     assert len(stopped) < 20
-    # more rounds change nothing
+    # More rounds change nothing.
     assert [r["round"] for r in run(25, 2)] == [r["round"] for r in stopped]
     patient = run(25, 5)
     assert len(stopped) < len(patient)

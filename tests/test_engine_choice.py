@@ -35,7 +35,7 @@ def test_engines_are_built_by_name() -> None:
 
 
 def test_a_configuration_names_its_engine(tmp_path: Path) -> None:
-    """The choice of `auto`, the former name of `default`, is reported and kept; an unknown name is
+    """The choice of `auto`, the former name of `default`, is reported and saved; an unknown name is
     refused before any work.
     """
     table = {

@@ -1,6 +1,4 @@
-"""A run closes its engine when it ends, however it ends, so that no worker process or cluster
-outlives it.
-"""
+"""A run always closes its engine when it ends, so that no worker process or cluster outlives it."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ SMALL = {"rounds": 1, "model": "logistic", "data": {"clients": 4}, "training": {
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[RowsEngine]:
-    """Record the closed engines, in order."""
+    """Record the closed engines in order."""
     engines_made: list[RowsEngine] = []
     monkeypatch.setattr(RowsEngine, "close", lambda engine: engines_made.append(engine))
     return engines_made
@@ -62,7 +60,7 @@ def test_a_configured_run_closes_its_engine_also_when_it_fails(
     assert len(closed) == 1
     run_configured(configured, RunName("fedavg", 0), lambda event: None)
     assert len(closed) == 2
-    run_configured(configured, RunName("fedavg", 0), lambda event: None)  # only reads what is there
+    run_configured(configured, RunName("fedavg", 0), lambda event: None)  # reads existing files
     assert len(closed) == 2
 
 
@@ -71,7 +69,7 @@ def test_an_engine_is_closed_if_its_run_never_begins(
 ) -> None:
     task = fl.make_task("digits", clients=4, model="logistic")
     fl.run("fedavg", task, rounds=1, directory=tmp_path)
-    # the files of a finished run are checked before there is an engine
+    # Files of a finished run are checked before an engine exists.
     (tmp_path / "result.json").unlink()
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()

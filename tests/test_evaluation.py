@@ -1,4 +1,6 @@
-"""Scores of the global model and of every client against plain loops; evaluation changes no state."""
+"""Compare scores of the global model and of every client with plain loops; evaluation changes no
+state.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def own_test(task: Task, client: int) -> Samples:
 
 
 def summary(hits: list[int], sizes: list[int]) -> dict[str, float]:
-    """Compute the three figures of accuracy in plain loops."""
+    """Compute the three accuracy figures in plain loops."""
     accuracies = [h / n for h, n in zip(hits, sizes, strict=True)]
     mean = sum(accuracies) / len(accuracies)
     worst = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]
@@ -185,9 +187,10 @@ class Recorded(KeepsClientMemory):
 
 
 def test_personal_models_equal_the_uploads_of_the_next_round() -> None:
-    """`Recorded.personalise` is its training, so after round t it gives the very models that round
-    t + 1 uploads, dropout and batch order included; and the clients' own test data score them as
-    plain loops do.
+    """Personal models equal the uploads of the next round, and their scores equal plain loops.
+
+    `Recorded.personalise` trains like a client. After round t it gives the exact uploads of round t
+    + 1, with equal dropout and batch order. The clients' test data score them.
     """
     task = small_task()
     run = federation(Recorded(), task)
@@ -212,7 +215,9 @@ def test_personal_models_equal_the_uploads_of_the_next_round() -> None:
 
 
 def test_evaluation_changes_no_state() -> None:
-    """Models, statistics, integer buffers, memory and figures; and torch's own random numbers."""
+    """Evaluation changes no models, statistics, integer buffers, memory, figures or torch random
+    numbers.
+    """
     runs = []
     for every in (0, 1):
         torch.manual_seed(9)
@@ -238,7 +243,7 @@ def test_evaluation_changes_no_state() -> None:
 
 
 class Careless(FedAvg):
-    """Works in place on the inbox, which may be the server's own tensor."""
+    """Changes the inbox in place; the inbox may be a tensor of the server."""
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         for batch in cohort.batches():
@@ -336,7 +341,7 @@ def test_clients_are_scored_separately_only_if_their_models_differ(method: str, 
     models = [engine.personalised(pipeline, following, [job])[0][1] for job in evaluated]
     assert len(models) == len(clients) == 5
     differs = any(not torch.equal(model, run.model()) for model in models)
-    # partialfed's clients choose, and without batch norm still prefer the global layers here
+    # clients of partialfed choose; without batch norm they still prefer the global layers here
     assert differs == (pipeline.personal and (norm or method != "partialfed"))
 
 
@@ -362,9 +367,7 @@ def test_a_notice_names_what_the_global_model_has_as_drawn(method: str) -> None:
 
 
 class OneHot(FedAvg):
-    """Each client is sent a model of its own that always answers with one class, the client's
-    number modulo 4.
-    """
+    """Sends each client a model that always predicts one class, the client's number modulo 4."""
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         rows = torch.zeros(len(clients), self.plan.layout.size)
@@ -440,7 +443,7 @@ def test_the_evaluated_subset_is_fixed_and_drawn_by_the_seed() -> None:
         assert len(clients) == 2
         subsets.add(tuple(clients))
     assert len(subsets) > 3
-    assert not any(3 in subset for subset in subsets)  # who has no test data
+    assert not any(3 in subset for subset in subsets)  # client 3 has no test data
 
 
 def test_personal_figures_need_test_data_of_the_clients() -> None:
@@ -550,7 +553,7 @@ def test_a_partition_without_test_samples_measures_nobody() -> None:
 
 
 def test_models_are_scored_in_evaluation_mode() -> None:
-    """Batch norm uses the row's own statistics, and dropout is off."""
+    """Evaluation uses the batch norm statistics in the row and no dropout."""
     task = small_task()
     net = task.module(random_row(task, 4)).requires_grad_(False)
     assert isinstance(net, SmallNet)

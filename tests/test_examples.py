@@ -1,4 +1,4 @@
-"""Every script in examples/ runs as it is, without a warning, and prints what it promises."""
+"""Every script in examples/ runs unchanged and without warnings, and prints the documented output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ NUMBER = re.compile(r"\d+\.?\d*")
 
 @pytest.fixture
 def output(scripts: Scripts, tmp_path: Path) -> Callable[[str], str]:
-    """Return the output of a script, run in an empty folder in which it may leave nothing."""
+    """Return a function that runs a script in an empty folder, requires that the folder stays
+    empty, and returns the output.
+    """
 
     def run(name: str) -> str:
         folder = tmp_path / "empty"
@@ -39,7 +41,7 @@ def output(scripts: Scripts, tmp_path: Path) -> Callable[[str], str]:
 
 
 def numbers(text: str, method: str) -> list[float]:
-    """The figures on a method's line."""
+    """Return the numbers on a method's line."""
     (line,) = [line for line in text.splitlines() if line.startswith(method + " ")]
     return [float(number) for number in re.findall(r"\d+\.?\d*", line.removeprefix(method))]
 
@@ -65,7 +67,7 @@ def test_a_script_prints_what_its_page_shows(name: str, output: Callable[[str], 
     )
     assert numbers_printed == pytest.approx(
         numbers_shown, abs=6
-    )  # per cent of some 100 samples, rounded as processors do
+    )  # per cent of about 100 samples; processors round differently
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
@@ -93,7 +95,7 @@ def test_personal_models_are_better_and_fairer_where_clients_differ(
 ) -> None:
     text = output("personalise")
     plain, personal = numbers(text, "fedprox(mu=0.1)"), numbers(text, "ala(fedprox(mu=0.1))")
-    assert plain[0] == plain[1]  # without personalisation a client's own model is the global one
+    assert plain[0] == plain[1]  # without personalisation, a client's model is the global model
     assert personal[1] > plain[1] + 5
     assert personal[2] > plain[2]
     assert personal[3] < plain[3]

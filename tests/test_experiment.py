@@ -1,4 +1,4 @@
-"""Runs and comparisons: their results and the files that they write."""
+"""Runs and comparisons: their results and files."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
         assert (resumed / name).read_bytes() == (uninterrupted / name).read_bytes()
     with pytest.raises(CheckpointError, match=r"participation = 0\.6, not 0\.8"):
         fl.run("fedmr", of, rounds=7, participation=0.8, directory=resumed)
-    # the same words, other data and weights
+    # equal settings, different data and weights
     with pytest.raises(CheckpointError, match="a run with another split"):
         fl.run("fedmr", task(seed=1), rounds=6, participation=0.6, directory=resumed)
 
@@ -245,7 +245,7 @@ def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:
         firsts = [
             json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]) for folder in folders
         ]
-        # One round of training from one model: recombination leaves the mean of the pool as it was.
+        # After one round from one model, recombination has not changed the mean of the pool.
         assert firsts[1]["accuracy"] == firsts[2]["accuracy"]
         assert firsts[0]["clients"] == firsts[1]["clients"] == firsts[2]["clients"]
         assert (
@@ -312,7 +312,7 @@ def test_a_failed_run_stops_no_other(tmp_path: Path) -> None:
 def test_two_comparisons_in_one_folder_do_not_mix_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one comparison writes its files, the other waits, so the files belong together."""
+    """While one comparison writes its files, the other waits, so files of both do not mix."""
     comparison, later = (
         Comparison.of(plan(tmp_path, algorithms=[name])) for name in ("fedavg", "fedmr")
     )
@@ -432,7 +432,7 @@ def test_changed_versions_are_named_when_a_run_resumes() -> None:
 
 
 def test_a_configuration_is_parsed_and_built_once_a_run(tmp_path: Path) -> None:
-    """Counts calls from reading the file to the finished run."""
+    """A run parses and builds its configuration once, counted from the file to the finished run."""
     (tmp_path / "job.toml").write_text(
         'algorithm = "fedmr"\nrounds = 2\nmodel = "logistic"\nrecord = ["objective"]\ndata.clients = 4'
     )

@@ -1,4 +1,4 @@
-"""The names of the package: what is there, and that nothing is loaded before it is asked for."""
+"""The names of the package: all exist, and each is loaded only at its first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHODS = {
 
 BASES = (Method, Algorithm, Part)
 
-# What a user may write; a comment names the error that a type checker must find on its line.
+# User code; a comment names the error that a type checker must report on its line.
 USER = """\
 import fedloom as fl
 from fedloom.algorithm import algorithms
@@ -102,7 +102,7 @@ def test_a_type_checker_knows_every_name_and_finds_a_users_mistakes(tmp_path: Pa
         output
     )
     decorator, *types = re.findall(r'note: Revealed type is "(.*)"$', output, re.M)
-    # Pyright, unlike mypy, takes a class for what its decorator returns.
+    # Pyright, unlike mypy, uses the return type of a decorator as the class.
     assert re.fullmatch(r"def \[(\w+).*\] \(\1.*\) -> \1.*", decorator), decorator
     assert len(types) == len(fedloom.__all__)
     assert "Any" not in types
@@ -147,7 +147,7 @@ def test_a_run_loads_no_library_that_it_does_not_use(tmp_path: Path) -> None:
     )
     *_, exit_code, loaded = completed.stdout.splitlines()
     assert exit_code == "0"
-    # the tables of the report are frames of pandas, which loads pyarrow
+    # The tables of the report are pandas frames, and pandas loads pyarrow.
     unused = {
         "sklearn", "scipy", "sympy", "dp_accounting", "ray", "flwr", "torchmetrics", "optuna",
         "transformers", "datasets", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes",

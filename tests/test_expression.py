@@ -1,4 +1,6 @@
-"""The grammar of expressions: shown values are read back, and bad ones are refused in one line."""
+"""The grammar of expressions: printed values parse back, and bad expressions are refused in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
 
 @given(st.text(alphabet="abe1.,:='\"()[]{}\\-\n ", max_size=20))
 def test_any_setting_on_the_command_line_is_plain(text: str) -> None:
-    """Any text behind key= becomes a value of TOML, also nested lists."""
+    """Any text after key= becomes a TOML value, also in nested lists."""
     table: dict[str, Any] = {}
     put(table, f"key={text}")
     assert plain(table["key"])
@@ -67,7 +69,7 @@ def plain(value: Any) -> bool:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (r"'C:\data'", "C:\\data"),  # a backslash that begins no escape stands for itself
+        (r"'C:\data'", "C:\\data"),  # a backslash without an escape is literal
         (r"'a\'b'", "a'b"),
         (r'"a\nb"', "a\nb"),
         ("-inf", float("-inf")),
