@@ -1,5 +1,5 @@
-"""FedAvg rounds against a naive second computation: plain loops over state dictionaries, one module
-and one torch optimizer a client.
+"""Compare FedAvg rounds with plain loops over state dictionaries, one module and one torch
+optimizer for each client.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedloom.task.making import make_task
 
 
 class Small(nn.Module):
-    """A convolution, batch norm (with an integer counter) and a classifier."""
+    """A convolution, batch norm with an integer counter, and a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Small(nn.Module):
 
 
 def small_task(**training: object) -> Task:
-    """Six clients of unequal size, one of them with a last batch of a single sample."""
+    """Return a task with six clients of unequal size; one client's last batch is a single sample."""
     draw = torch.Generator().manual_seed(5)
     inputs = torch.randn(120, 1, 6, 6, generator=draw)
     labels = torch.randint(3, (120,), generator=draw)
@@ -148,7 +148,10 @@ def test_rounds_equal_a_naive_implementation(settings: dict[str, object], weight
 
 
 def test_updates_tensor_by_tensor_have_the_bits_of_flat_ones() -> None:
-    """Plain SGD updates tensor by tensor; a correction that changes nothing takes the flat path."""
+    """Updates tensor by tensor equal flat updates bit for bit.
+
+    Plain SGD updates tensor by tensor. A correction that changes nothing selects the flat path.
+    """
     task = small_task(momentum=0.9, weight_decay=1e-2)
 
     class Corrected(type(build("fedavg"))):  # type: ignore[misc]
@@ -181,7 +184,7 @@ def test_any_elementwise_optimiser_equals_torchs_on_separate_tensors(optimizer: 
     generator = stream(4, "batches", round=1, client=client)
     for index in batch_order(len(samples), generator, batch_size=8, epochs=2):
         separate.zero_grad()
-        # as the engine lays them: small gradients tell the two apart
+        # Use the memory layout of the engine: small gradients depend on it.
         images = channels_last(samples.inputs[index])
         F.cross_entropy(module(images), samples.labels[index]).backward()
         separate.step()
@@ -189,8 +192,8 @@ def test_any_elementwise_optimiser_equals_torchs_on_separate_tensors(optimizer: 
 
 
 def test_unequal_clients_weigh_by_their_samples() -> None:
-    """One local step from a common start: weighted FedAvg over all clients is one step on the
-    weighted mean gradient.
+    """Clients weigh by their samples: after one local step from a common start, weighted FedAvg
+    over all clients equals a step on the weighted mean gradient.
     """
     task = small_task(batch_size=None, epochs=1)
     plain = copy.deepcopy(task.model)

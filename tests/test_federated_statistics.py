@@ -1,4 +1,6 @@
-"""Federated statistics against pandas on the pooled rows; suppressed counts; noise; the command."""
+"""Compare federated statistics with pandas on the pooled rows; check suppressed counts, noise and
+the command.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def columns_of(frame: pd.DataFrame) -> dict[str, Any]:
 
 def asking(frames: list[pd.DataFrame]) -> Callable[[dict[str, Any]], Mapping[int, dict[str, Any]]]:
     def ask(request: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        plain = json.loads(json.dumps(request))  # over a wire all is JSON
+        plain = json.loads(json.dumps(request))  # messages are JSON
         answers = {
             client: answer(columns_of(frame), plain, 1, 0, client)
             for client, frame in enumerate(frames)
@@ -113,7 +115,7 @@ def test_bins_keep_all_rows_and_equal_bins_hold_at_least_the_smallest(
         np.testing.assert_array_equal(shared, counts)
     total, value = 0.0, None
     for rows in [*shared.tolist(), None]:
-        if rows != value and value:  # a stretch of equal bins ends
+        if rows != value and value:  # end of a run of equal bins
             assert total >= smallest - 1e-9
         total, value = (total + rows if rows == value else rows) if rows else 0.0, rows
 
@@ -146,7 +148,7 @@ def test_noise_has_the_scale_that_epsilon_needs_and_its_cost_is_reported() -> No
         )
     count, _, total = np.array(sums).T
     assert count.std() == pytest.approx(3.0, rel=0.15)
-    # Beside the middle of the bounds a row adds half their width at most.
+    # Relative to the middle of the bounds, a row adds at most half their width.
     assert (total - 10 * count).std() == pytest.approx(3.0 * 10, rel=0.15)
     assert np.std(squares) == pytest.approx(3.0 * 19**2, rel=0.15)
     clipped = exact.clip(0, 20)
@@ -249,7 +251,7 @@ def test_the_command_shows_a_table_and_writes_all_numbers(
     columns = json.loads(numbers.read_text())["columns"]
     text = page.read_text()
     assert all(name in text for name in columns)
-    assert '<script src="' not in text  # it holds all that it needs
+    assert '<script src="' not in text  # the page is self-contained
     assert {"kind", "mean", "deviation", "bins"} <= columns["target"].keys()
     assert main(["statistics", str(tmp_path / "job.toml"), "--bounds", "age"]) == 2
     assert "--bounds 'age' is not COLUMN=LOW,HIGH, such as age=0,120" in capsys.readouterr().err
@@ -287,7 +289,7 @@ def test_with_noise_every_client_answers_however_few_rows_it_has(filled: int) ->
 
 
 def test_noisy_bins_add_noise_to_the_rows_of_each_bin_alone() -> None:
-    """A row in one bin changes one number: bins that share rows would change with it."""
+    """A row in one bin changes one number, because noise is added to each bin separately."""
     columns = {"dose": np.array([1.0, 1.0, 15.0])}
     about = {"bounds": [0.0, 20.0], "mean": 5.0, "bins": [0.0, 20.0, 4]}
     request = {"step": "bins", "smallest": 5, "noise": 2.0, "columns": {"dose": about}}
@@ -342,7 +344,7 @@ def test_narrow_bounds_tell_nothing_of_the_few_rows_between_them() -> None:
 def told(
     categories: dict[int, dict[str, float]], kinds: Mapping[str, str] | None = None
 ) -> Statistics:
-    """Return the statistics of clients that tell these rows of the categories of one column."""
+    """Return the statistics of clients that report these rows for each category of one column."""
 
     def ask(request: dict[str, Any]) -> dict[int, dict[str, Any]]:
         if request["step"] == "kinds":

@@ -1,5 +1,5 @@
-"""The round: who takes part, what is counted, refused and recorded, and that nothing depends on
-order or grouping.
+"""A round: its participants, its counts, refusals and records; results do not depend on order or
+grouping.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from test_fedavg import federation, small_task
 
 
 class Shuffled(RowsEngine):
-    """Trains the clients in another order, with another replica for every second one."""
+    """Trains the clients in another order and uses a new replica for every second client."""
 
     def train(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
@@ -95,7 +95,7 @@ def replace_model(model: nn.Module):  # type: ignore[no-untyped-def]
 
 @dataclass
 class Measuring(FedAvg):
-    """FedAvg whose clients tell a figure that single precision cannot hold."""
+    """FedAvg with a client figure that single precision cannot represent."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         cohort.metrics["third"] = torch.full((len(cohort.clients),), 1 / 3, dtype=torch.float64)
@@ -109,7 +109,7 @@ def test_figures_keep_their_precision() -> None:
 
 
 class Weighing(Part):
-    """Weighs clients itself, and keeps the weights that came with the replies."""
+    """Sets the client weights and stores the weights of the replies."""
 
     def select(self, round: Round, inner: Inner) -> Selection:
         return Selection((0, 1, 2), weights=(1 / 3, 0.1, 2.0**25 + 1))
@@ -298,18 +298,18 @@ def test_the_figures_of_rounds_do_not_stay_in_memory(tmp_path: Path) -> None:
         record=["similarity"],
         on_round=count,
     )
-    assert counts[1] <= counts[0] + 2  # those of the round in progress
+    assert counts[1] <= counts[0] + 2  # the replies of the current round
     federation = result.federation
     assert len(federation.history) == len(federation.timings) == federation.finished == 6
     assert len(result.recorded) == 1
 
 
-# --- what stands between a method's tensors and the library's ---
+# --- between the tensors of a method and those in the library ---
 
 
 @dataclass
 class KeepsTheGraph(FedAvg):
-    """Forgets to detach what it returns and remembers."""
+    """Returns and stores tensors that are not detached."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         weights = super().train(cohort, inbox)["model"].clone().requires_grad_() * 1.0
@@ -327,7 +327,7 @@ def test_no_reply_keeps_the_graph_of_its_training() -> None:
 
 @dataclass
 class LearnsItsRate(FedAvg):
-    """A server that could learn how far to go, and so has a graph behind its model."""
+    """A server with a trainable rate, so that its model has an autograd graph."""
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -348,7 +348,7 @@ def test_no_graph_of_the_server_outlives_its_round() -> None:
 
 @dataclass
 class NamesWithAt(FedAvg):
-    """Names a tensor as the library names its own."""
+    """Uses a reserved tensor name of the library."""
 
     def send(self, round: Round) -> Message:
         return {**super().send(round), "@integers": torch.zeros(1, 1)}

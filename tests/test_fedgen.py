@@ -1,4 +1,6 @@
-"""FedGen against a second computation: its generator, its teachers and its clients' three losses."""
+"""Compare FedGen with a second computation: its generator, its teachers and the three losses of
+clients.
+"""
 
 from __future__ import annotations
 

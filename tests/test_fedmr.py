@@ -1,5 +1,5 @@
-"""FedMR and Indep against plain loops over state dictionaries, their limiting cases, and invariants
-of recombination.
+"""Compare FedMR and Indep with plain loops over state dictionaries; check limiting cases and
+invariants of recombination.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from naive import State, World, assert_same, average, shares, uniform
 
 
 def layers_of(state: State, order: list[str]) -> list[list[str]]:
-    """Names of the floating-point tensors of each layer, layers in the order of the module."""
+    """Return the names of the floating-point tensors of each layer, in the order of the module."""
     names = [name for name in state if state[name].is_floating_point()]
     return [
         layer_names
@@ -82,8 +82,9 @@ def naive_fedmr(
     blend: Callable[[int], float] = lambda number: 0.0,
     tolerance: float | None = None,
 ) -> list[State]:
-    """Return the global model after each round; `tolerance` chooses the share of averaging as
-    `blend="auto"` does.
+    """Return the global model after each round.
+
+    `tolerance` selects the share of averaging as `blend="auto"` does.
     """
 
     parameters = [name for name, _ in world.at(world.initial()).named_parameters()]
@@ -112,7 +113,7 @@ def naive_fedmr(
         trained = pool
         pool = naive_recombine(pool, units, stream(world.seed, "recombine", round=number))
         for name, tensor in world.initial().items():
-            # counters of batches: their maximum goes to everybody
+            # All models receive the maximum of the batch counters.
             if not tensor.is_floating_point():
                 for model in pool:
                     model[name] = torch.stack([upload[name] for upload in uploads]).amax(0)
@@ -159,7 +160,7 @@ def test_rounds_of_indep_equal_plain_loops() -> None:
 def test_recombination_changes_the_run() -> None:
     world = World()
     mixed, independent = world.run(FedMR()), world.run(Indep())
-    # the first mean is taken before anything mixed was trained
+    # The first mean precedes any training of recombined models.
     assert_same(mixed.models[:1], independent.models[:1])
     assert not torch.allclose(
         mixed.models[-1]["head.weight"], independent.models[-1]["head.weight"], atol=1e-6
@@ -199,7 +200,7 @@ def test_one_participant_is_sequential_training() -> None:
 
 
 def test_a_single_segment_permutes_whole_models() -> None:
-    """After one round the pool is that of Indep with its slots permuted."""
+    """After one round, the pool of a single segment equals the pool of Indep with permuted slots."""
     world = World(rounds=1)
     single_segment, independent = FedMR(unit="segment", fraction=1.0), Indep()
     world.run(single_segment)
@@ -215,7 +216,7 @@ def test_two_stages_with_equal_weights_are_fedavg_until_the_switch() -> None:
     assert_same(staged.models[:3], average_all.models[:3])
     longer = world.run(build("stages(fedavg(weighted=false):4, fedmr)"))
     assert_same(longer.models, average_all.models)
-    # The round after the switch starts from one common model: its mean is still FedAvg's.
+    # The round after the switch starts from one common model, so its mean still equals FedAvg.
     assert_same(staged.models[3:], average_all.models[3:])
 
 
@@ -432,7 +433,7 @@ def test_impossible_units_and_fractions_are_refused(expression: str, message: st
 
 @st.composite
 def modules(draw: st.DrawFn) -> nn.Module:
-    """Draw chains of linear layers and batch norms, some without bias or affine weights, some
+    """Draw chains of linear layers and batch norms; some have no bias or affine weights, some are
     nested.
     """
     layers: list[nn.Module] = []
@@ -449,7 +450,7 @@ def modules(draw: st.DrawFn) -> nn.Module:
 
 
 def recombined(module: nn.Module, uploads: Tensor, method: FedMR, seed: int) -> Tensor:
-    """Run one round of the server half on given uploads `[K, P]`."""
+    """Run one round of the server on the given uploads `[K, P]`."""
     layout, count = Layout(module), len(uploads)
     plan = Plan(
         layout,
@@ -492,7 +493,7 @@ def test_columns_keep_their_numbers(
     method = FedMR(unit=unit, fraction=fraction)  # type: ignore[arg-type]
     pool = recombined(module, uploads, method, seed)
     assert torch.equal(pool.sort(0).values, uploads.sort(0).values)
-    assert torch.equal(pool.sum(0), uploads.sum(0))  # whole numbers: exact
+    assert torch.equal(pool.sum(0), uploads.sum(0))  # exact for integers
     anywhere = torch.full((size,), 7.0)
     assert torch.equal(
         (pool - anywhere).square().double().sum(), (uploads - anywhere).square().double().sum()
@@ -505,13 +506,13 @@ def test_each_unit_of_each_model_is_used_once(
     module: nn.Module, count: int, unit: str, fraction: float, seed: int
 ) -> None:
     layout = Layout(module)
-    # every number names its model
+    # Fill each model with its index.
     uploads = torch.arange(count).float().unsqueeze(1).repeat(1, layout.size)
     method = FedMR(unit=unit, fraction=fraction)  # type: ignore[arg-type]
     pool = recombined(module, uploads, method, seed)
     for unit_slices in layout.units(method.unit, fraction):
         columns = torch.cat([pool[:, unit_slice] for unit_slice in unit_slices], dim=1)
-        # a unit comes from one model
+        # Each unit has a single source model.
         assert torch.equal(columns, columns[:, :1].expand_as(columns))
         assert columns[:, 0].sort().values.tolist() == list(range(count))
 
@@ -532,4 +533,4 @@ def test_models_of_the_pool_share_no_storage() -> None:
     exchange = Pipeline(method).open(round, Selection(round.selected))
     clients = torch.tensor([0, 1])
     method.receive(round, Replies({"model": pool + 5}, clients, clients, torch.ones(2), exchange))
-    assert torch.allclose(old_pool, copy)  # the state before the round is still there
+    assert torch.allclose(old_pool, copy)  # the previous state is unchanged

@@ -1,4 +1,4 @@
-"""Field types with their allowed values: the same for Python, expressions and files."""
+"""Field types and their allowed values are equal in Python, expressions and files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_numbers_are_converted_to_the_types_of_their_fields() -> None:
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_ranges_hold_for_every_float(value: float) -> None:
-    """A number is accepted if and only if it lies in the range; infinity and NaN lie in none."""
+    """A field accepts a float if and only if it is in the range; infinity and NaN are in no range."""
     inside = {
         "positive": 0 < value <= LARGEST,
         "non_negative": 0 <= value <= LARGEST,

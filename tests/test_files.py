@@ -1,5 +1,5 @@
-"""Atomic files: complete or absent under concurrent writers; leftovers of a killed writer are
-removed at the next start.
+"""Atomic files are complete or absent under concurrent writers; the next start removes leftovers of
+a killed writer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> No
     with replacing(path) as outer, replacing(path) as inner:
         outer.write_text("first")
         inner.write_text("second, and longer")
-    assert path.read_text() == "first"  # the last one to end
+    assert path.read_text() == "first"  # the last writer to end
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -100,7 +100,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_nothing_behind_at_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     process = writer(path)
-    remove_unfinished(tmp_path)  # it is still at work
+    remove_unfinished(tmp_path)  # the writer still runs
     (unfinished,) = tmp_path.iterdir()
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -123,7 +123,7 @@ def test_other_files_with_such_names_stay(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions as POSIX has them")
 def test_files_have_the_permissions_that_others_expect(tmp_path: Path) -> None:
-    """safetensors alone would write files that only the owner may read."""
+    """Other users can read the files, although safetensors itself creates them for the owner only."""
     previous_mask = os.umask(0o022)
     try:
         write_tensors(tmp_path / "model.safetensors", {"a": torch.zeros(3)}, {})
@@ -149,7 +149,10 @@ def no_space(*_: object, **__: object) -> None:
 def test_a_full_disk_says_how_many_bytes_a_file_without_tensors_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint whose only tensor, the pool, lies in another file holds names alone."""
+    """A full disk error gives the bytes of a checkpoint that holds only names.
+
+    Its only tensor, the pool, is in another file.
+    """
     write_tensors(tmp_path / "names", {}, {"pool model": "rows-0000001"})
     monkeypatch.setattr(Path, "mkdir", no_space)
     size = (tmp_path / "names").stat().st_size

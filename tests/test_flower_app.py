@@ -1,5 +1,5 @@
-"""The Flower app that `fedloom flower init` writes: its configuration, its data function, and
-whether Flower takes it.
+"""The Flower app from `fedloom flower init`: its configuration, its data function, and acceptance
+by Flower.
 """
 
 from __future__ import annotations
@@ -103,12 +103,11 @@ def test_sites_that_exchange_layers_are_told_how_to_name_their_keys(tmp_path: Pa
     | st.text("'\"\\\n\t\r", max_size=12)
 )
 def test_any_text_comes_back_from_the_literal(text: str) -> None:
-    # TOML readers make \n of \r\n in multi-line strings; the text of a file has been read with \n
-    # already.
+    # TOML readers convert \r\n to \n in multi-line strings; text from files already has \n.
     assert tomllib.loads(f"text = {_literal(text)}")["text"] in (
         text,
         f"{text}\n",
-    )  # a text that stands as it is ends a line
+    )  # a literal text ends its last line
 
 
 def test_files_that_are_there_are_not_written_over(tmp_path: Path) -> None:
@@ -189,7 +188,7 @@ def test_flower_builds_it_and_leaves_keys_out(tmp_path: Path) -> None:
 
 
 def imported(app: Path) -> dict[str, Any]:
-    """Return the names of an app's data function, which Python can read."""
+    """Return the names in the data function of an app, which must be valid Python."""
     names: dict[str, Any] = {}
     exec(compile((app / "federation" / "data.py").read_text(), "data.py", "exec"), names)
     return names

@@ -1,5 +1,5 @@
-"""Asynchronous methods over sites: a reply is taken when it arrives, with the figures of a
-simulation with the same arrivals.
+"""Asynchronous methods over sites use each reply at its arrival, with the figures of a simulation
+with equal arrivals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def configured(algorithm: str, folder: Path) -> dict[str, Any]:
 
 
 def simulated(config: dict[str, Any]) -> tuple[Federation, list[set[int]]]:
-    """Return the federation on one machine, and the clients whose replies each step takes."""
+    """Return the federation on one machine, and for each step the clients that reply."""
     settings = deployment(config)
     task = settings.configuration.task(3)
     federation = Federation(
@@ -54,7 +54,7 @@ def simulated(config: dict[str, Any]) -> tuple[Federation, list[set[int]]]:
 
 
 class Timed(LocalGrid):
-    """A grid in which answers arrive in the steps of `arrivals`, and at no other time."""
+    """A grid that delivers answers exactly in the steps of `arrivals`."""
 
     arrivals: list[set[int]]
     at: int = 0
@@ -98,7 +98,7 @@ def test_replies_are_taken_as_they_arrive_with_the_figures_of_the_same_arrivals(
             assert record[name] == simulated_record[name], name
         assert record["accuracy"] == pytest.approx(simulated_record["accuracy"])
         assert "simulated_seconds" not in record
-    # Bytes of replies under way come with the round in which they arrive.
+    # The bytes of a reply count in the round of its arrival.
     size = expected.history[0]["bytes_up"] // 3
     assert [record["bytes_up"] for record in federation.history] == [
         size * len(step) for step in arrivals

@@ -1,5 +1,5 @@
-"""Over Flower: sites that are absent, late, restarted or hostile, and servers that are killed or
-lie.
+"""Flower federations with absent, late, restarted or hostile sites, and with killed or lying
+servers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ONE, TWO, THREE = selected(1)
 
 
 def claiming(dtype: str, shape: tuple[int, ...], data: bytes, kind: str = NUMBERS) -> Tamper:
-    """Answers in which the model says that it is of this type and shape."""
+    """Return a change that declares this type and shape for the model of an answer."""
     return with_array("model", Array(dtype, shape, kind, data))
 
 
@@ -90,7 +90,7 @@ def test_a_hostile_reply_is_refused_and_the_round_ends_with_the_others(
     assert fault["client"] == ONE
     assert reason in fault["reason"]
     assert "\n" not in fault["reason"]
-    assert record["bytes_up"] == 2 * (4 * SIZE + 8)  # the integer buffers too
+    assert record["bytes_up"] == 2 * (4 * SIZE + 8)  # includes the integer buffers
     assert bool(torch.isfinite(federation.model()).all())
 
 
@@ -102,7 +102,7 @@ def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_p
     federation.engine.sites.deadline = 0.1  # type: ignore[attr-defined]
     expected = simulated(config, {1: {ONE, TWO}})
     site(grid, ONE).online = False
-    site(grid, TWO).late = True  # it trains, and remembers that it did
+    site(grid, TWO).late = True  # it trains and stores this
     record, _ = federation.step()
     assert [(f["client"], f["reason"]) for f in record["faults"]] == [
         (ONE, "the site is not connected"),
@@ -115,7 +115,7 @@ def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_p
     for actual_record, expected_record in zip(
         federation.history[:1], expected.history[:1], strict=True
     ):
-        # the late site was sent the message, the absent one was not
+        # the late site received the message, the absent site did not
         sent = len(actual_record["clients"]) - 1
         assert (
             actual_record["bytes_down"] * len(actual_record["clients"])
@@ -127,7 +127,7 @@ def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_p
 
 
 class Dropping(RowsEngine):
-    """A simulation in which some clients are absent in some rounds."""
+    """A simulation with some clients absent in some rounds."""
 
     absent: dict[int, set[int]]
 
@@ -149,7 +149,7 @@ def test_a_node_that_registers_anew_is_found_again(tmp_path: Path) -> None:
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
     federation.step()
-    for number, node in list(grid.nodes.items()):  # every SuperNode restarts and gets another id
+    for number, node in list(grid.nodes.items()):  # every SuperNode restarts with a new id
         del grid.nodes[number]
         grid.nodes[number + 50_000] = replace(node)
     federation.run()
@@ -197,7 +197,9 @@ def test_a_second_site_with_a_number_that_comes_later_is_left_alone(tmp_path: Pa
 
 
 def test_a_newcomer_takes_a_number_only_when_its_holder_is_gone(tmp_path: Path) -> None:
-    """However long the holder is silent, which it is while it trains."""
+    """A newcomer takes a number only after its holder disconnects, even if the holder trains
+    silently.
+    """
     config = run_config("fedavg", tmp_path / "run", rounds=4)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
@@ -244,7 +246,7 @@ def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         flower(config, grid)
 
 
-# --- what a site does with messages that lie ---
+# --- a site receives false messages ---
 
 
 def answer_of_site_0(
@@ -252,7 +254,7 @@ def answer_of_site_0(
 ) -> dict[str, Any]:
     """Return the answer of site 0."""
     config = run_config("fedavg", tmp_path / "run")
-    LocalGrid({}, config)  # for Flower's own identity
+    LocalGrid({}, config)  # sets the identity of Flower
     message = Message(
         pack(words, {name: encoded(tensor) for name, tensor in tensors.items()}),
         5,
@@ -323,7 +325,10 @@ def test_arrays_of_any_shape_survive_the_way() -> None:
 
 
 def test_a_site_trains_from_the_memory_that_the_server_took(tmp_path: Path) -> None:
-    """The same order gives the same answer, and only what may still be asked for is kept."""
+    """A site trains from the memory that the server accepted.
+
+    Equal messages get equal answers, and sites store only memory that the server may still need.
+    """
     config = run_config("scaffold", tmp_path / "run", rounds=5)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
@@ -336,7 +341,7 @@ def test_a_site_trains_from_the_memory_that_the_server_took(tmp_path: Path) -> N
             for path in (tmp_path / f"site-{number}").rglob("*.safetensors")
         )
         assert versions[number] in [*stored, 0]
-        # nothing was checkpointed: the newest, and the one that it was made from
+        # Without checkpoints: the newest memory and its predecessor.
         assert len(stored) <= 2
     message = next(m for m in reversed(grid.sent) if m.metadata.message_type == "train")
     node = grid.nodes[message.metadata.dst_node_id]

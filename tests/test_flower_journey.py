@@ -1,8 +1,8 @@
-"""From a person's files to predictions over real sites, each with data of its own.
+"""From user files to predictions over real sites, each with separate data.
 
-Each message takes seconds between a SuperLink and SuperNodes, so in `make test` every kind of data
-goes the same way in this process (test_flower_sites.py has real sites there), and in `make chaos`
-between real sites.
+A message between a SuperLink and SuperNodes takes seconds. `make test` therefore runs every kind of
+data in this process; test_flower_sites.py has real sites there. `make chaos` runs them between real
+sites.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ KINDS = {
 
 
 def make_app(folder: Path, kind: str, name: str, *changes: str) -> Path:
-    """Write everybody's data, and the app, whose data function reads this kind of it."""
+    """Write the data of server and sites, and an app with a data function for this kind of data."""
     write, data_set, model = KINDS[kind]
     suffix = "" if kind == "pictures" else ".csv"
     for owner in ("server", *range(SITES)):
@@ -144,13 +144,13 @@ def test_sites_with_data_of_their_own_give_a_model_that_scores_new_samples(
 
 
 def require_statistics(app: Path, deployment: Deployment) -> None:
-    """Statistics alone are those of pandas on the rows of all sites."""
+    """Require that a statistics run equals pandas on the rows of all sites."""
     output = deployment.folder / "runs" / "statistics"
     run = deployment.run(app, output=str(output), only="statistics", smallest=1)
     status = deployment.wait_for_run(run, PATIENCE, sign=output / "statistics.html")
     assert status == "finished:completed", deployment.logs()
     statistics = Statistics.read(output / "statistics.json")
-    # A quarter of each site's rows is set aside to judge the model.
+    # Each site reserves a quarter of its rows for the evaluation of the model.
     assert (statistics.clients, statistics.columns["age"].count) == (SITES, SITES * 90)
     pooled = pd.concat(
         [pd.read_csv(deployment.folder / f"data-{site}" / "table.csv") for site in range(SITES)]
@@ -163,7 +163,9 @@ def require_statistics(app: Path, deployment: Deployment) -> None:
 def test_every_kind_of_data_is_read_by_the_apps_function(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process: nodes that are called in turn, each with its own `SITE_DATA`."""
+    """The data function reads every kind of data on nodes in this process with separate
+    `SITE_DATA`.
+    """
 
     class Place(Node):
         def answer(self, message: Message, run_config: dict[str, Any], node: int) -> Message:
@@ -186,7 +188,7 @@ def test_every_kind_of_data_is_read_by_the_apps_function(
 
 
 def require_scores(kind: str, output: Path, folder: Path) -> None:
-    """The run met no fault, and its model scores new samples."""
+    """Require that the run has no fault and that its model predicts new samples."""
     assert not any(record["faults"] for record in records(output))
     predictor = fl.load(output)
     rng = np.random.default_rng(5)
@@ -239,7 +241,7 @@ def test_from_csv_files_to_predictions_though_a_site_is_killed_and_comes_back(
     assert 0 in clients[-1]["client"]["clients"]
     rows = patients(np.random.default_rng(5), 60)
     rows.drop(columns="outcome").to_csv(tmp_path / "new.csv", index=False)
-    # The directory alone goes to where predictions are made.
+    # Predictions need only this directory.
     shutil.copytree(output, tmp_path / "model")
     scored = tmp_path / "scored.csv"
     assert (

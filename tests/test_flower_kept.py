@@ -1,5 +1,5 @@
-"""A site loads its data and proves its engine's shortcuts once, and keeps neither across
-deployments nor across changes.
+"""A site loads its data and proves the shortcuts of its engine once for each deployment; changes
+and new deployments repeat both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS = 4
 
 
 class Counts:
-    """How often data were loaded, by source, and how often shortcuts were proven."""
+    """Counts the loads of data by source, and the proofs of shortcuts."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.loads: Counter[str] = Counter()
@@ -56,7 +56,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 def federation(folder: Path, learning_rate: float = 0.05) -> dict[str, Any]:
-    """Return the run configuration of a federation of which all sites train and judge in every
+    """Return the run configuration of a federation that trains and evaluates all sites in every
     round.
     """
     config = run_config("fedper", folder / "run", rounds=ROUNDS)
@@ -67,7 +67,7 @@ def federation(folder: Path, learning_rate: float = 0.05) -> dict[str, Any]:
 
 
 def own_sites(config: dict[str, Any], folder: Path) -> LocalGrid:
-    """Return sites that have their data and their memory in `folder`."""
+    """Return sites with their data and memory in `folder`."""
     grid = LocalGrid(nodes(CLIENTS, folder), config)
     give_data(grid, own_task(deployment(config)), folder)
     return grid
@@ -77,7 +77,7 @@ def test_sites_with_data_of_their_own_load_and_prove_once(counts: Counts, tmp_pa
     config = federation(tmp_path)
     grid = own_sites(config, tmp_path)
     flower(config, grid).run()
-    counts.loads.pop("simulated")  # by the server
+    counts.loads.pop("simulated")  # loaded by the server
     assert counts.loads == {str(tmp_path / f"{number}.npz"): 1 for number in range(CLIENTS)}
     assert counts.proofs == CLIENTS
     kinds = Counter(message.metadata.message_type for message in grid.sent)
@@ -118,7 +118,7 @@ def test_federations_that_take_turns_in_a_process_do_not_mix(
 
 
 def site_0(folder: Path, data: Path) -> tuple[Site, dict[str, Any]]:
-    """Return site 0 with data of its own, and the words of a message to it."""
+    """Return site 0 with its data file, and the fields of a message to it."""
     node_config = {
         "partition-id": 0,
         "num-partitions": CLIENTS,

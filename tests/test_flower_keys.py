@@ -1,5 +1,5 @@
-"""The keys of a federation: what a TLS client makes of them, who may read them, and what is never
-written over.
+"""The keys of a federation: their use by a TLS client, file permissions, and protection against
+overwriting.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def shake_hands(folder: Path, host: str, authority: Path | None = None) -> str | None:
-    """Return the TLS version of a handshake in memory, as strict as Python can be.
+    """Return the TLS version of a handshake in memory with strict verification.
 
-    Raises:
-        ssl.SSLError: The client does not trust the server.
+    Raises: ssl.SSLError: The client does not trust the server.
     """
     client = ssl.create_default_context(cafile=str(authority or folder / "site-0" / "ca.crt"))
     client.verify_flags |= ssl.VERIFY_X509_STRICT

@@ -1,4 +1,4 @@
-"""What a site's owner tells its SuperNode: who it is to other sites, and what is wrong with files
+"""The configuration of a SuperNode by its owner: its identity for other sites, and errors for files
 and values that do not fit.
 """
 

@@ -1,5 +1,5 @@
-"""Secure recombination over Flower's messages: as in a simulation, whole whatever goes wrong, and
-unseen by the server.
+"""Secure recombination over Flower equals a simulation, loses no layers after faults, and hides
+layers from the server.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def node(grid: ExchangeGrid, number: int) -> PeerNode:
 def started(
     folder: Path, algorithm: str, rounds: int = 2, choices: str = "rehearsed"
 ) -> tuple[Federation, ExchangeGrid]:
-    """A federation of sites that know each other; nobody is waited for."""
+    """Return a federation of sites with peer keys; the server does not wait for late sites."""
     config = run_config(algorithm, folder / "run", rounds=rounds)
     grid = peers(folder, config, choices)
     federation = flower(config, grid)
@@ -78,7 +78,7 @@ def on_one_machine(folder: Path, algorithm: str, rounds: int) -> Federation:
 
 
 def trained(folder: Path, number: int) -> list[bytes]:
-    """The layers that a site has trained, from its own disk."""
+    """Return the trained layers of a site from its disk."""
     (path,) = folder.glob(f"site-{number}/*/site-*.trained")
     return unpack(path.read_bytes(), number)[1:]
 
@@ -95,8 +95,8 @@ def by_layer(models: list[list[bytes]]) -> list[list[bytes]]:
 def require_whole(
     folder: Path, federation: Federation, dispatched: torch.Tensor, absent: set[int]
 ) -> None:
-    """Every layer that was trained and uploaded is in the pool once, and where a site is absent,
-    the model it was sent.
+    """Require that the pool has each uploaded layer once, and the dispatched model of each absent
+    site.
     """
     selected = federation.history[-1]["clients"]
     rows = [
@@ -146,7 +146,7 @@ def test_with_secret_choices_the_layers_are_the_same_in_other_models(tmp_path: P
     assert by_layer(ours) == by_layer(theirs)
 
 
-# --- who sees what ---
+# --- privacy against the server ---
 
 
 def test_no_layer_is_in_any_message_in_clear(tmp_path: Path) -> None:
@@ -163,8 +163,7 @@ def test_no_layer_is_in_any_message_in_clear(tmp_path: Path) -> None:
     ]
     wire = b"".join([*answers, *map(on_the_wire, grid.sent[:began])])
     everything = wire + b"".join(map(on_the_wire, grid.sent[began:]))
-    # A bias before batch normalisation has no gradient, so what a site was sent may be what it has
-    # after training.
+    # A bias before batch normalisation has no gradient, so training may leave it unchanged.
     sent_pieces = {piece for layer in dispatched for piece in pieces(layer)}
     for layer in trained_layers:
         fresh = [piece for piece in pieces(layer) if piece not in sent_pieces]
@@ -256,7 +255,7 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
 
 
 def begun(**changes: Any) -> bytes:
-    """A request to begin an exchange between sites 0 and 1."""
+    """Return a request to begin an exchange between sites 0 and 1."""
     return PeerMessage(
         "begin",
         replace(Terms("mine", 1, "before_upload", 0, (0, 1), bytes(32), Rules(1), (1,)), **changes),
@@ -270,7 +269,7 @@ def answer_to(
     inbox: dict[str, torch.Tensor] | None = None,
     parcel: bytes = b"",
 ) -> Message:
-    """Return site 0's answer to a message."""
+    """Return the answer of site 0 to a message."""
     arrays = {name: encoded(tensor) for name, tensor in (inbox or {}).items()}
     message = Message(pack(words, arrays, parcel=parcel), 1, kind)
     return app(
@@ -286,7 +285,7 @@ def test_a_process_that_hands_messages_over_loads_neither_pytorch_nor_data() -> 
     assert done.stdout.strip() == "set()"
 
 
-# --- what goes wrong ---
+# --- faults ---
 
 
 @pytest.mark.parametrize("when", ["before_train", "before_upload"])
@@ -310,8 +309,10 @@ def test_a_site_that_leaves_is_named_and_the_others_exchange_without_it(
 def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_used(
     tmp_path: Path,
 ) -> None:
-    """They exchange no second time without it: the difference would tell the server whose layers
-    were missing.
+    """A site without an upload is reported, and the server uses the uploads of the other sites.
+
+    The sites exchange no second time without it. The difference would reveal the owner of the
+    missing layers to the server.
     """
     federation, grid = started(tmp_path, SHORT)
     peer = node(grid, THREE)
@@ -346,7 +347,9 @@ def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_us
 
 
 def test_a_model_that_was_uploaded_is_never_exchanged_again(tmp_path: Path) -> None:
-    """Whatever the server says: that the round begins anew, that the site has not yet trained."""
+    """A site never exchanges an uploaded model again, even if the server restarts the round or
+    denies the training.
+    """
     federation, grid = started(tmp_path, "secure(fedmr, repeats=1, when='before_upload')", rounds=1)
     began = len(grid.sent)
     federation.run()
@@ -363,7 +366,7 @@ def test_a_model_that_was_uploaded_is_never_exchanged_again(tmp_path: Path) -> N
         and words_of(m)["site"] == number
         and parcel_of(m)
     )
-    # it trains the same model again
+    # Train the same model again.
     assert words_of(peer.answer(trainings[0], grid.run_config, 1))["site"] == number
     answer = PeerMessage.decode(parcel_of(peer.answer(begin, grid.run_config, 1)), number)
     assert answer.fault is not None
@@ -430,8 +433,9 @@ def misdirected(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
 def test_letters_that_are_meddled_with_are_noticed(
     when: str, change: Change, reason: str, tmp_path: Path
 ) -> None:
-    """The server has seen that the sender is not to blame: the site to which they came otherwise
-    sits out the round.
+    """A site that receives changed letters reports them.
+
+    The server has proof that the sender is innocent, so the recipient sits out the round.
     """
     federation, grid = started(tmp_path, SHORT)
     peer = node(grid, TWO)
@@ -468,8 +472,10 @@ def test_letters_of_another_stage_are_noticed(tmp_path: Path) -> None:
 def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to_upload(
     tmp_path: Path,
 ) -> None:
-    """The exchange hides who sent garbage: each such layer keeps the server's values, and the round
-    goes on.
+    """Garbage envelopes of a site spoil only the layers that it had to upload.
+
+    The exchange hides the sender of garbage: each such layer retains the values of the server, and
+    the round continues.
     """
     federation, _ = started(tmp_path, SHORT)
     federation.step()
@@ -522,7 +528,7 @@ def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Pat
     assert "is not authenticated" in reason
 
 
-# --- who a site is ---
+# --- identity of a site ---
 
 
 def test_sites_without_keys_end_the_run_before_it_begins(tmp_path: Path) -> None:

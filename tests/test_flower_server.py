@@ -1,5 +1,5 @@
-"""The server's app over Flower's messages: the run directory, going on after a kill, and sites with
-data of their own.
+"""The server app over Flower's messages: the run directory, resumption after a kill, and sites with
+separate data.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PAUSE = 0.01
 
 
 def surest(outputs: Tensor, labels: Tensor) -> Tensor:
-    """A metric as a user writes it, which does not add up over samples."""
+    """A user metric that is not additive over samples."""
     return outputs.softmax(1).amax(1).median()
 
 
@@ -72,8 +72,8 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
         assert (tmp_path / "sites" / file).exists()
         assert (tmp_path / "here" / file).exists()
     assert "fedper" in (tmp_path / "sites" / "report.html").read_text()
-    # The seconds to a target, of the real clock; those of a simulation on one machine say nothing
-    # of the method.
+    # Ignore the seconds to a target on the real clock: in a simulation they do not describe the
+    # method.
     pages = [
         read_comparison(tmp_path / folder).rewrite_reports()[0] for folder in ("sites", "here")
     ]
@@ -104,18 +104,16 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
         for name in ("f1_macro", "surest")
     } <= {*judged[0]}
     sent = len(grid.sent)
-    server_app.serve(grid, config, PAUSE)  # it is finished: nobody is asked again
+    server_app.serve(grid, config, PAUSE)  # the run is finished, so no site receives a message
     assert len(grid.sent) == sent
 
 
 class Killed(BaseException):
-    """The server's end."""
+    """Ends the server."""
 
 
 class Mortal(LocalGrid):
-    """The server dies when it orders round `deadly` for the first time; its disk is then copied to
-    `grave`.
-    """
+    """Kills the server at its first message of round `deadly` and copies its disk to `grave`."""
 
     deadly: int
     output: Path
@@ -135,8 +133,8 @@ class Mortal(LocalGrid):
 def test_a_server_that_is_killed_goes_on_from_its_checkpoint(
     algorithm: str, tmp_path: Path
 ) -> None:
-    """Sites have trained rounds meanwhile that the checkpoint does not know, and come back under
-    other ids.
+    """A killed server resumes from its checkpoint, although sites trained later rounds and return
+    with new ids.
     """
     config = run_config(algorithm, tmp_path / "run", rounds=6)
     config["configuration"] = config["configuration"].replace(
@@ -146,7 +144,7 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(
     grid.deadly, grid.output, grid.grave = 4, tmp_path / "run", tmp_path / "grave"
     with pytest.raises(Killed):
         server_app.serve(grid, config, PAUSE)
-    # what the dying server still wrote, which a killed one does not
+    # Undo later writes of the dying server, which a killed server would not make.
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "grave").rename(tmp_path / "run")
     assert len(json_lines(tmp_path / "run" / "metrics.jsonl")) == 3
@@ -199,7 +197,7 @@ def test_a_federation_ends_early_in_the_round_of_a_simulation_and_goes_on_with_m
         if message.metadata.message_type == "train"
     } == {str(number) for number in range(rounds - 1, rounds + 1)}
     sent = len(restarted.sent)
-    server_app.serve(restarted, restarted.run_config, PAUSE)  # it has ended: nobody is asked again
+    server_app.serve(restarted, restarted.run_config, PAUSE)  # finished: no messages to sites
     assert len(restarted.sent) == sent
     patient = LocalGrid(grid.nodes, config("run", 4))
     server_app.serve(patient, patient.run_config, PAUSE)
@@ -207,7 +205,7 @@ def test_a_federation_ends_early_in_the_round_of_a_simulation_and_goes_on_with_m
 
 
 class Interrupted(LocalGrid):
-    """The server's process is sent SIGTERM when it asks for the work of round 4."""
+    """Sends SIGTERM to the server process in its messages of round 4."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         sent = list(messages)
@@ -219,7 +217,9 @@ class Interrupted(LocalGrid):
 def test_a_server_that_is_sent_sigterm_saves_the_last_finished_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flower has a handler of its own, which leaves by `sys.exit`."""
+    """A server saves the last finished round on SIGTERM, although Flower's handler calls
+    `sys.exit`.
+    """
     monkeypatch.setattr(signal_handler, "flwr_exit", lambda **_: sys.exit(0))
     handlers = {number: signal.getsignal(number) for number in signal_handler.SIGNAL_TO_EXIT_CODE}
     config = run_config("scaffold", tmp_path / "run", rounds=6)  # one checkpoint, at the end
@@ -252,7 +252,7 @@ def test_another_configuration_does_not_go_on_in_the_same_folder(tmp_path: Path)
 
 
 def test_a_finished_run_is_lengthened_with_what_its_sites_remember(tmp_path: Path) -> None:
-    """Both lengths are evaluated in round 5."""
+    """A finished run is lengthened with the memory of its sites; both lengths evaluate round 5."""
     shorter, longer = (run_config("scaffold", tmp_path / "run", rounds) for rounds in (5, 8))
     sites = nodes(CLIENTS, tmp_path / "memory")
     server_app.serve(LocalGrid(sites, shorter), shorter, PAUSE)
@@ -302,11 +302,11 @@ def test_a_run_configuration_that_does_not_fit_gets_one_line(
     assert "\n" not in str(caught.value)
 
 
-# --- sites with data of their own ---
+# --- sites with separate data ---
 
 
 def own_task(settings: Any) -> Task:
-    """Six clients of unequal sizes, with test samples."""
+    """Return a task with six clients of unequal sizes and test samples."""
     digits = make_dataset("digits")
     sizes, tests = (
         [40 + 10 * number for number in range(CLIENTS)],
@@ -324,7 +324,7 @@ def own_task(settings: Any) -> Task:
 
 
 def give_data(grid: LocalGrid, task: Task, folder: Path) -> None:
-    """Each site has its client's samples in a file of its own."""
+    """Write the samples of each client to a separate file of its site."""
     assert task.local_test is not None
     for number in range(CLIENTS):
         mine, test = task.samples(number), task.train[torch.from_numpy(task.local_test[number])]
@@ -367,7 +367,7 @@ def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
 
 
 def test_sites_train_on_noisy_labels_of_the_federations_data(tmp_path: Path) -> None:
-    """Each site draws the label noise of a simulation by itself."""
+    """Each site draws the same label noise as a simulation."""
     config = run_config("ditto", tmp_path / "sites", rounds=2)
     config["configuration"] = config["configuration"].replace(
         "[data]", "[data]\nlabel_noise = 'symmetric([0.2, 0.9])'"

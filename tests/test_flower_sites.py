@@ -1,9 +1,9 @@
 """A real federation: SuperLink and SuperNodes as processes on loopback, with TLS and keys, started
-as a user starts them.
+by a user's commands.
 
-Each message takes seconds there, so `make test` runs one round at three sites, in which they
-exchange layers (a dozen messages to each, one after another); longer federations, and those whose
-machines are killed, run in `make chaos`.
+Each message takes seconds. `make test` therefore runs one round at three sites with an exchange of
+layers, which needs a dozen messages to each site in sequence. `make chaos` runs longer federations
+and federations with killed machines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_three_sites_exchange_layers_and_train_the_regression_that_one_machine_d
     deployment.wait_until(
         lambda: any(memory.rglob("*.trained")), PATIENCE, "site 1 to have trained"
     )
-    for worker in deployment.workers(1):  # its site starts another
+    for worker in deployment.workers(1):  # the site starts another worker
         os.kill(worker, signal.SIGKILL)
     assert deployment.workers(0)
     status = deployment.wait_for_run(run, rounds * PATIENCE, sign=trial.output / "result.json")

@@ -1,5 +1,5 @@
-"""What sites say is input from strangers: it decides neither what the run reports, nor who is
-heard, nor whether it goes on.
+"""Replies of sites are untrusted input: they do not decide reported figures, accepted senders or
+the end of a run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SIZE, TRAINABLE = Layout(NormNet()).size, Layout(NormNet()).trainable
 
 
 def with_figures(**figures: float) -> Tamper:
-    """Answers with more figures."""
+    """Return a change that adds figures to an answer."""
 
     def tamper(reply: Message) -> Message:
         words = words_of(reply)
@@ -95,7 +95,7 @@ def test_figures_are_finite(value: float, tmp_path: Path) -> None:
 
 
 def test_no_figure_of_clients_takes_the_place_of_the_servers_own() -> None:
-    """Not even where a method measures something under such a name."""
+    """No figure of clients replaces a figure of the server, even if a method uses the same name."""
 
     class Boastful(RowsEngine):
         def train(self, *arguments: Any) -> Any:
@@ -116,9 +116,11 @@ def test_no_figure_of_clients_takes_the_place_of_the_servers_own() -> None:
 
 @pytest.mark.parametrize("expression", EVERY_METHOD)
 def test_every_method_declares_its_figures_and_the_types_of_its_replies(expression: str) -> None:
-    """Real sites are refused with anything else."""
+    """Every method declares its figures and reply types, because real sites are refused for all
+    others.
+    """
     task = small_task()
-    # 15 is too much at this rate
+    # 15 is too large at this rate
     method = build("pfedme(regularisation=2)" if expression == "pfedme" else expression)
     replies: list[tuple[Answer, dict[str, TensorSpec]]] = []
 
@@ -208,7 +210,7 @@ def test_a_run_ends_with_the_reason_when_every_site_has_failed_and_none_between(
     with pytest.raises(FedloomError, match=r"^round \d+: every site has failed, .*: no more room$"):
         federation.run()
     assert 1 <= federation.finished < 20
-    site(grid, 4).tamper = None  # one that works is enough to go on
+    site(grid, 4).tamper = None  # one working site is enough
     federation = flower(config, grid)
     federation.run()
     assert federation.finished == 20
@@ -252,7 +254,7 @@ def test_a_minority_that_lies_together_is_bounded_whatever_the_others_have(
 
 
 def own_data(grid: LocalGrid, folder: Path, sizes: list[int]) -> None:
-    """Each site has samples of its own."""
+    """Write separate samples for each site."""
     generator = np.random.default_rng(0)
     for number, size in enumerate(sizes):
         inputs = generator.random((size + 4, 1, 8, 8)).astype(np.float32)
@@ -267,7 +269,7 @@ def own_data(grid: LocalGrid, folder: Path, sizes: list[int]) -> None:
 def weights_of(
     folder: Path, prepare: Callable[[LocalGrid], None], **options: Any
 ) -> list[dict[int, float]]:
-    """Return each site's weight in each round of a run in which all take part."""
+    """Return each site's weight in each round of a run with all sites."""
     config = run_config("fedavg", folder / "run", rounds=2, **options)
     config["configuration"] = config["configuration"].replace(
         "participation = 0.5", "participation = 1.0"
@@ -333,7 +335,7 @@ def test_a_site_counts_with_no_more_than_it_had_at_the_start(tmp_path: Path) -> 
     gathering = server_app.Gathering(settings, Mailbox(grid, 0.01))
     (tmp_path / "run").mkdir()
     gathering.task(3)
-    for key, node in list(grid.nodes.items()):  # they come back and say that they have more
+    for key, node in list(grid.nodes.items()):  # the sites reconnect and claim more samples
         node.says = {"samples": 60}
         grid.nodes[key + 5000] = grid.nodes.pop(key)
     assert len(gathering.sites.find(range(CLIENTS), 1.0)) == CLIENTS
@@ -380,7 +382,7 @@ def test_what_sites_say_of_themselves_is_in_the_opening_only_within_bounds(tmp_p
     assert opening["tests"] == [4, 4, 4, 4, 4, 16]
 
 
-# --- what is counted ---
+# --- traffic counts ---
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "secure(fedmr, repeats=1)"])
@@ -397,14 +399,14 @@ def test_no_bytes_are_counted_for_sites_that_are_not_there(algorithm: str, tmp_p
     record, _ = federation.step()
     assert {fault["client"] for fault in record["faults"]} >= {gone, late}
     bytes_of_a_site = federation.history[0]["bytes_down"] // 3
-    assert record["bytes_down"] == 2 * bytes_of_a_site  # what is late was sent all the same
+    assert record["bytes_down"] == 2 * bytes_of_a_site  # the late site also received its message
 
 
 # --- records ---
 
 
 def with_record(name: str, record: ConfigRecord | None = None, **entries: bytes) -> Tamper:
-    """Answers with one record more, or one whose entries are more."""
+    """Return a change that adds a record to an answer, or entries to a record."""
 
     def tamper(reply: Message) -> Message:
         existing = reply.content.get(name, record)

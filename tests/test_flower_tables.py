@@ -1,5 +1,5 @@
-"""Federations of tables: sites with CSV files of their own, without a shared file, against a
-simulation on the pooled rows.
+"""Compare federations of tables with a simulation on the pooled rows; sites have separate CSV files
+and no shared file.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ TRAINING = {"learning_rate": 0.1, "steps": 4, "batch_size": 16}
 
 
 def patients(target: str) -> pd.DataFrame:
-    """Return rows of three hospitals that differ, with numbers, text, whole numbers and empty
-    cells.
-    """
+    """Return rows of three different hospitals, with numbers, text, integers and empty cells."""
     rng = np.random.default_rng(0)
     n = 330
     hospital = rng.choice(SITES, n, p=[0.5, 0.3, 0.2])
@@ -52,7 +50,7 @@ def patients(target: str) -> pd.DataFrame:
             "hospital": hospital,
         }
     )
-    # A category that one site alone has.
+    # Only one site has this category.
     rows["ward"] = rows["ward"].where(
         (rows["ward"] != "intensive care") | (hospital == 0), "medicine"
     )
@@ -83,7 +81,7 @@ batch_size = 16
 
 
 def federated(config: dict[str, Any], rows: pd.DataFrame, folder: Path) -> LocalGrid:
-    """Run a federation whose sites have these rows, by hospital, in CSV files."""
+    """Run a federation; each site has the rows of its hospital in a CSV file."""
     grid = LocalGrid(nodes(SITES, folder / "memory", smallest=1), config)
     for number in range(SITES):
         path = folder / f"{number}.csv"
@@ -144,7 +142,7 @@ def test_sites_with_files_of_their_own_train_the_model_of_the_pooled_rows(
     assert written["pressure"]["deviation"] == pytest.approx(rows["pressure"].std(ddof=0))
     assert written["ward"]["categories"] == dict(rows["ward"].value_counts())
     assert (tmp_path / "run" / "statistics.html").stat().st_size > 1000
-    # The model scores new rows in the words and units of the sites.
+    # The model predicts new rows with the categories and units of the sites.
     answers = fl.load(tmp_path / "run").predict(test.drop(columns=["hospital", target]))
     assert len(answers) == len(test)
     if target == "cost":
@@ -172,7 +170,7 @@ def test_a_run_goes_on_with_the_columns_of_its_beginning(tmp_path: Path) -> None
     federated(config, rows, tmp_path)
     preprocessing = json.loads((tmp_path / "run" / "sites.json").read_text())["preprocessing"]
     later = {**config, "configuration": config["configuration"].replace("rounds = 2", "rounds = 3")}
-    rows["age"] += 1000  # the rows at the sites are others now: nobody asks for statistics again
+    rows["age"] += 1000  # the changed rows do not cause new statistics requests
     grid = federated(later, rows, tmp_path)
     assert not [m for m in grid.sent if m.metadata.message_type.endswith("statistics")]
     assert (
@@ -182,7 +180,7 @@ def test_a_run_goes_on_with_the_columns_of_its_beginning(tmp_path: Path) -> None
 
 
 def changed(rows: pd.DataFrame, number: int, change: Any) -> list[pd.DataFrame]:
-    """Return the rows of each site, of which one site's are changed."""
+    """Return the rows of each site, with a change to one site."""
     tables = [rows[rows["hospital"] == k].drop(columns="hospital") for k in range(SITES)]
     tables[number] = change(tables[number])
     return tables
@@ -234,7 +232,7 @@ def test_a_site_does_not_tell_of_fewer_rows_than_its_owner_allows(tmp_path: Path
 
 
 def test_sites_read_columns_with_the_types_of_the_federation(tmp_path: Path) -> None:
-    """A site whose codes are numbers only, or that hold the marker NA, has the same categories."""
+    """Sites read columns with the federation's types, even if codes are only numbers or contain NA."""
     codes = [["007", "A12", "1.50"], ["007", "008", "1.50"], ["1.50", "NA", "2"]]
     config = configured("outcome", tmp_path / "run", ", categorical=['code']")
     grid = LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config)
@@ -262,7 +260,7 @@ def test_pictures_in_folders_and_texts_in_files_are_read_as_the_federation_has_t
     tmp_path: Path,
 ) -> None:
     rng = np.random.default_rng(0)
-    # a site's pictures are scaled to the federation's
+    # Sites scale their pictures to the size in the federation.
     shapes = {"server": (8, 8), "site": (12, 10)}
     for folder, shape in shapes.items():
         for name in ("cat", "dog"):
@@ -320,7 +318,7 @@ def read(folder: Path) -> Statistics:
 
 
 def with_rows(grid: LocalGrid, rows: pd.DataFrame, folder: Path) -> LocalGrid:
-    """Give each site its hospital's rows in a CSV file."""
+    """Give each site the rows of its hospital in a CSV file."""
     for number, table in enumerate(changed(rows, 0, lambda table: table)):
         table.to_csv(folder / f"{number}.csv", index=False)
         site(grid, number).config["data"] = str(folder / f"{number}.csv")
@@ -352,7 +350,7 @@ def test_statistics_alone_are_those_of_pandas_and_of_a_simulation(
         expected, _ = np.histogram(rows[name].dropna().clip(*column.edges), 16, column.edges)
         np.testing.assert_array_equal(column.bins, expected)
     assert published.columns["ward"].categories == dict(rows["ward"].value_counts())
-    # The same as of one machine.
+    # Compare with one machine.
     hospital, plain = rows["hospital"].to_numpy(), rows.drop(columns="hospital")
     partition = fl.Partition.of([np.flatnonzero(hospital == number) for number in range(SITES)])
     roles = Columns("cost", missing="mean")
@@ -378,7 +376,7 @@ def test_statistics_of_arrays_and_of_shares_of_a_data_set(tmp_path: Path) -> Non
     task = deployment(config).configuration.task(0)
     published, expected = read(tmp_path), statistics(task, smallest=1)
     assert repr(published.columns) == repr(expected.columns)
-    # The same samples, now in files of the sites' own.
+    # Write the same samples to files of the sites.
     for number in range(SITES):
         index = torch.from_numpy(task.partition[number])
         samples = task.dataset.train[index]
@@ -414,8 +412,8 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
     assert epsilon(line["noise"], 1.0, 1, published.survey.delta / 2) == pytest.approx(
         2.0, rel=1e-2
     )
-    # Another start of the statistics, and the run, take them as they are: other noise would cost as
-    # much again.
+    # A new start of the statistics and the run reuse them, because new noise would cost the same
+    # again.
     requests = [m for m in grid.sent if m.metadata.message_type.endswith("statistics")]
     server_app.serve(grid, statistics_alone, PAUSE)
     server_app.serve(grid, config, PAUSE)
@@ -423,7 +421,7 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
     assert repr(read(tmp_path)) == repr(published)
     agreed = json.loads((tmp_path / "run" / "preprocessing.json").read_text())["inputs"]["columns"]
     assert agreed[0]["mean"] == [published.columns["age"].mean]
-    # The run's epsilon is that of its steps and of the statistics together.
+    # The epsilon of the run includes its steps and the statistics.
     records = json_lines(tmp_path / "run" / "metrics.jsonl")
     smallest = min(int((rows["hospital"] == number).sum()) for number in range(SITES))
     for record in records:
@@ -431,7 +429,7 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
         expected = composed(line["noise"], 16 / smallest, steps, 1e-4)
         assert record["epsilon"] == pytest.approx(expected, rel=1e-6)
         assert record["epsilon"] > epsilon(1.0, 16 / smallest, steps, 1e-4)
-    # It holds the run, and statistics alone would be of another.
+    # The folder holds the run, and a statistics run would need another folder.
     with pytest.raises(
         InvalidValue, match="contains a run that has its own statistics: choose another output"
     ):
@@ -449,8 +447,8 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
 
 
 def composed(noise: float, share: float, steps: int, delta: float) -> float:
-    """Return epsilon of one release to all rows and of steps on samples drawn by chance, by the
-    library's own accountant.
+    """Return epsilon of one release to all rows and of steps on random samples, from the accountant
+    of dp_accounting.
     """
     dp_accounting = pytest.importorskip("dp_accounting")
     accountant = pytest.importorskip("dp_accounting.rdp").RdpAccountant(ORDERS)

@@ -1,5 +1,5 @@
-"""The worker that a site keeps between messages: it answers what the app's own process would, and
-nothing depends on it.
+"""The worker of a site between messages gives the same answers as the app process, and the site
+also works without it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def content(reply: Message) -> bytes:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalGrid, list[Exchange]]:
-    """Two rounds of a method whose clients remember, and what site 0 answered in them without a
+    """Run two rounds of a method with client memory and return the answers of site 0 without a
     worker.
     """
     folder = tmp_path_factory.mktemp("run")
@@ -71,7 +71,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalGrid, list[
 def workers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The workers that this process starts, as one that Flower started for a message."""
+    """Record the workers that this process starts; it acts as a Flower process for one message."""
     processes: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -90,9 +90,7 @@ def workers(
 
 @dataclass
 class Trial:
-    """Site 0 with recorded messages to answer, the workers that it starts, and its temporary
-    folder.
-    """
+    """Site 0 with recorded messages, its workers and its temporary folder."""
 
     grid: LocalGrid
     exchanges: list[Exchange]
@@ -101,7 +99,7 @@ class Trial:
     patch: pytest.MonkeyPatch
 
     def context(self, **node_config: Any) -> Context:
-        """Return the context of a message to the site, whose memory is empty at first."""
+        """Return the context of a message to the site; the memory is empty at first."""
         config = {**site(self.grid, 0).config, "memory": str(self.folder / "memory"), **node_config}
         return Context(RUN, 1, config, RecordDict(), dict(self.grid.run_config))
 
@@ -126,8 +124,8 @@ def test_a_kill_loses_no_bit(trial: Trial) -> None:
     assert modes == [0o700, 0o600, 0o600]
     with pytest.raises(AuthenticationError):
         Client(str(folder / "socket"), "AF_UNIX", authkey=b"guessed")
-    # Killed once it is handed the message of the second round: that is answered here, from the
-    # memory of the first.
+    # Kill the worker at the message of the second round. This process then answers it from the
+    # memory of the first round.
     connected = site_worker._connected
 
     def killed(folder: Path) -> Connection | None:
@@ -139,8 +137,7 @@ def test_a_kill_loses_no_bit(trial: Trial) -> None:
         patch.setattr(site_worker, "_connected", killed)
         assert content(app(trial.exchanges[2].message, context)) == trial.exchanges[2].answer
     assert (len(trial.workers), worker.wait(PATIENCE)) == (1, -signal.SIGKILL)
-    # The next message, which can be answered without PyTorch, starts another where the killed one
-    # left its socket.
+    # The next message needs no PyTorch. It starts a new worker at the socket of the killed one.
     with pytest.raises(Refusal, match="not one of fedloom"):
         words_of(app(Message(RecordDict(), 1, "train"), context))
     assert len(trial.workers) == 2
@@ -178,7 +175,7 @@ def test_where_the_temporary_folder_has_a_long_name_the_socket_lies_in_tmp(trial
     assert content(app(trial.exchanges[0].message, context)) == trial.exchanges[0].answer
     folder = site_worker._folder(context, os.getpid())
     assert (folder.parent, folder.stat().st_mode & 0o777) == (Path("/tmp"), 0o700)
-    shutil.rmtree(folder)  # so its worker ends
+    shutil.rmtree(folder)  # ends the worker
     assert [worker.wait(PATIENCE) for worker in trial.workers] == [1]
 
 

@@ -1,4 +1,4 @@
-"""Replies folded block by block: the numbers of all at once, in any order of arrival, with little
+"""Folding replies block by block equals a single aggregation, in any order of arrival, with little
 memory.
 """
 
@@ -50,7 +50,7 @@ KEEP_ALL = {
 
 
 def begun(name: str) -> Course:
-    """Return the course of a method on a model in double precision, after its setup."""
+    """Return the course of a method after its setup, with a model in double precision."""
     module = SmallNet().double()
     layout = small_task().layout.__class__(module)
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def federation(method: Method | str, engine: Any = RowsEngine, **settings: Any) 
 
 
 class Watching:
-    """An observer, which makes the round keep all replies."""
+    """An observer, so that the round retains all replies."""
 
     def begin(self, federation: Federation) -> None:
         self.seen: list[int] = []
@@ -181,7 +181,7 @@ def test_bits_depend_neither_on_order_of_arrival_nor_on_observers(method: str) -
 
 
 class Held:
-    """Counts the tensors that are still alive."""
+    """Counts the live tensors."""
 
     def __init__(self) -> None:
         self.seen: list[weakref.ref[Tensor]] = []
@@ -226,7 +226,7 @@ def test_no_more_than_a_block_of_replies_is_held(
 
 @dataclass
 class Broken(FedAvg):
-    """FedAvg in which some clients answer with NaN and one with the wrong shape."""
+    """FedAvg with NaN replies of some clients and one reply of the wrong shape."""
 
     broken: tuple[int, ...] = ()
 
@@ -253,7 +253,7 @@ def test_refused_replies_leave_their_block() -> None:
 def replies_of(
     answers: Sequence[int], size: int, lost: Sequence[int] = (), unheard: Sequence[int] = ()
 ) -> RoundReplies:
-    """Make answers in this order of slots, each a row of the slot's number."""
+    """Make answers in this order of slots; each is a row filled with the slot's number."""
     slots = 9
     tasks = [Job(100 + slot, slot, {}) for slot in range(slots) if slot not in lost]
 

@@ -1,5 +1,5 @@
-"""Foreign files in a run's folder: `report` answers in one line or leaves them out, `watch` shows
-the other runs.
+"""Foreign files in a run's folder: `report` refuses them in one line or omits them, and `watch`
+shows the other runs.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def require_report_or_line(folder: Path) -> str:
-    """Require that a report is written of a folder, or that one short line refuses it; return the
-    line.
-    """
+    """Require that a folder gives a report or one short error line; return the line."""
     try:
         assert read_comparison(folder).rewrite_reports()
     except FedloomError as error:
@@ -76,7 +74,7 @@ def require_report_or_line(folder: Path) -> str:
 
 
 def spoil(run: Path, name: str, write: Callable[[Path], object]) -> None:
-    """Replace a run's file. The run is no longer marked finished, so no digest covers the file."""
+    """Replace a run's file and remove the finished mark, so that no digest covers the file."""
     (run / "result.json").unlink()
     (run / name).unlink(missing_ok=True)
     write(run / name)

@@ -1,4 +1,4 @@
-"""Texts of strangers, of sites and of files, where they are printed, logged or written."""
+"""Untrusted text from sites and files in printed, logged and written output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of single files: their contents, and errors for damaged ones."""
+"""Readers of single files: their contents, and errors for damaged files."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def require_refusal(path: Path | str, text: str) -> pytest.RaisesExc[DataError]:
 
 
 def python2_pickle(entries: dict[str, object]) -> bytes:
-    """Write a dictionary as Python 2's pickle, protocol 2, does: byte strings, and arrays by
-    `_reconstruct`.
+    """Write a dictionary like the pickle module of Python 2, protocol 2: byte strings, and arrays
+    with `_reconstruct`.
     """
 
     def string(value: bytes) -> bytes:

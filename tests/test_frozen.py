@@ -1,7 +1,7 @@
-"""Frozen parameters are in no row: they are not sent, stored once, and part of the identity of a
-run and its model.
+"""Frozen parameters are not in rows: they are not sent, are stored once, and identify a run and its
+model.
 
-Engines with a frozen layer against rows: test_places.py.
+test_places.py compares engines with a frozen layer with rows.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ FEATURES, CLASSES = 5, 4
 
 @dataclass
 class HeldFixed(FedAvg):
-    """FedAvg over full rows in which the layer `hidden` never moves: the reference for a frozen
-    layer.
-    """
+    """FedAvg over full rows with a fixed layer `hidden`: the reference for a frozen layer."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         moving = cohort.layout.unit(lambda entry: entry.layer != "hidden")
@@ -77,11 +75,11 @@ def test_a_frozen_layer_gives_the_bits_of_one_that_never_moves_and_is_not_sent(
 ) -> None:
     frozen, unfrozen = tasks(optimizer)
     result, expected = run(FedAvg(), frozen, stacked), run(HeldFixed(), unfrozen, stacked)
-    # In a stack the shared layer is one product for all clients, whose last digits are others.
+    # A stack computes the shared layer in one product for all clients, so its last digits differ.
     tolerance = {"rtol": 0, "atol": 1e-6 if stacked else 0}
     state = unfrozen.module(expected.model()).state_dict()
     for name, tensor in frozen.module(result.model()).state_dict().items():
-        if name != "norm.num_batches_tracked":  # a row of integers holds it
+        if name != "norm.num_batches_tracked":  # rows of integers hold it
             torch.testing.assert_close(tensor, state[name], **tolerance)
     assert torch.equal(result.integers, expected.integers)
     hidden = FEATURES * 6 + 6
@@ -103,7 +101,7 @@ def test_frozen_tensors_are_stored_once() -> None:
         engine.evaluator.module,
     ):
         assert module.hidden.weight is weight
-    _, buffers = dump(frozen)  # as workers and actors are sent the task
+    _, buffers = dump(frozen)  # the task as sent to workers and actors
     addresses = [np.frombuffer(buffer.raw(), np.uint8).ctypes.data for buffer in buffers]
     assert addresses.count(weight.data_ptr()) == 1
 

@@ -1,8 +1,8 @@
-"""Runs the trials for some minutes and prints what came of them, one table: python
+"""Run the trials for some minutes and print a table of their outcomes: python
 tests/chaos/harness.py --minutes 60
 
-`make test` runs it for some seconds (test_chaos.py), `make chaos MINUTES=60` at length. The same
-seed draws alike.
+`make test` runs it for some seconds (test_chaos.py), `make chaos MINUTES=60` for longer. Equal
+seeds give equal draws.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
+if __name__ == "__main__":  # pytest adds this path itself
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chaos.trials import TRIALS, Wrong, resources
@@ -41,7 +41,7 @@ class Tally:
 
 
 def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, Tally]:
-    """Repeat the trials in turns: each once at least, then those more that find more."""
+    """Run each trial once, then give more time to trials with more errors."""
     tallies = {name: Tally() for name in names or TRIALS}
     with tempfile.TemporaryDirectory(prefix="fedloom-chaos-") as folder, ExitStack() as stack:
         trials = {name: TRIALS[name](Path(folder) / name) for name in tallies}
@@ -51,7 +51,7 @@ def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, 
         spent = dict.fromkeys(tallies, 0.0)
         end = time.monotonic() + seconds
         while time.monotonic() < end or any(tally.tried == 0 for tally in tallies.values()):
-            # Each once, then most time to those that find most.
+            # First each trial once, then mostly the trials with the most errors.
             name = min(
                 spent,
                 key=lambda name: (
@@ -64,7 +64,7 @@ def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, 
                 tallies[name].ends[trials[name].once(draws[name])] += 1
             except Wrong as error:
                 tallies[name].wrong.append(str(error))
-            except Exception:  # what the others have found must not be lost
+            except Exception:  # do not lose the results of the other trials
                 tallies[name].wrong.append(traceback.format_exc())
             if leak := leaked(tallies[name]):
                 tallies[name].wrong.append(leak)
@@ -79,7 +79,7 @@ SLACK = 3
 
 
 def leaked(tally: Tally) -> str:
-    """Say so where the repetitions of a trial leave more and more descriptors open."""
+    """Return an error if the repetitions of a trial leave more and more descriptors open."""
     tally.descriptors.append(descriptors())
     count = len(tally.descriptors)
     begin, allowed = max(tally.descriptors[:SLACK]), count // 2
@@ -95,7 +95,7 @@ def leaked(tally: Tally) -> str:
 
 
 def descriptors() -> int:
-    """The descriptors that this process has open."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 

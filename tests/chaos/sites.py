@@ -1,5 +1,5 @@
-"""Malicious sites, which change their answers. To try another one, write a class with a `tamper`
-here and add it to `SITES`.
+"""Malicious sites that change their answers. To add one, write a class with a `tamper` method and
+add it to `SITES`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from flower_support import with_array, with_words, words_of
 
 
 class Site:
-    """A site that changes its answers; `refused`: whether the server must refuse those to training,
-    and not just bound them.
+    """A site that changes its answers.
+
+    `refused`: whether the server must refuse them in training, rather than only bound them.
     """
 
     refused = True
     only_training = True
-    count = 1  # sites that do so together
+    count = 1  # number of sites that do this together
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
 
     def tamper(self, reply: Message) -> Message:
-        """The answer that it sends in place of this one."""
+        """Return the changed answer."""
         raise NotImplementedError
 
     def floats(self, reply: Message) -> tuple[str, np.ndarray]:
-        """One of the arrays of floats of a reply: the model, or a part of one that is coded."""
+        """Return a floating-point array of a reply: the model, or an array of a coded model."""
         arrays = {name: tensor.numpy() for name, tensor in tensors_of(reply).items()}
         name = self.draw.choice(
             sorted(name for name, array in arrays.items() if array.dtype.kind == "f")
@@ -73,7 +74,7 @@ class MoreTensors(Site):
 
 
 class OwnFigures(Site):
-    """Says how good the server's model is."""
+    """Reports a false figure for the model of the server."""
 
     def tamper(self, reply: Message) -> Message:
         name = self.draw.choice(("accuracy", "loss", "round", "bytes_up", "personal_accuracy"))
@@ -97,7 +98,7 @@ class Garbage(Site):
 
 
 class Claims(Site):
-    """Claims more samples than anybody has."""
+    """Claims more samples than any other site."""
 
     refused = False
 
@@ -106,13 +107,13 @@ class Claims(Site):
 
 
 class Colluders(Claims):
-    """Two of them do."""
+    """Two sites that claim too many samples."""
 
     count = 2
 
 
 class Counters(Site):
-    """Says that it has trained on more batches than there are, or on fewer than none."""
+    """Reports an impossible number of trained batches, such as a negative one."""
 
     refused = False
 
@@ -124,9 +125,10 @@ class Counters(Site):
 
 
 class Mutated(Site):
-    """Answers, to whatever it is asked, with a few bytes changed in its words, or in the type,
-    shape or length of an array. The numbers themselves stay, since nobody can tell a changed one
-    from an honest one.
+    """Answers every message with a few changed bytes in its fields, or in the type, shape or length
+    of an array.
+
+    The numbers of an array stay, because a changed number looks like an honest one.
     """
 
     refused = False

@@ -1,9 +1,9 @@
-"""What the harness does to runs, files, inputs and federations, one thing at a time, and what must
-hold then.
+"""Trials of the harness: each disturbs runs, files, inputs or federations and checks the required
+result.
 
-A trial is made once and then repeated; `once` does one thing drawn from `draw`, and returns in a
-word how it went. It raises `Wrong` when something came out that should not have. A new trial joins
-by being listed in `TRIALS`, a new malicious site in `sites.SITES`.
+A trial is constructed once and then repeated. Each call of `once` makes one disturbance, drawn from
+`draw`, and returns the outcome in one word. It raises `Wrong` for a wrong result. Add new trials to
+`TRIALS` and new malicious sites to `sites.SITES`.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from site_trial import owner_settings
 from small_task import KeepsClientMemory, small_task
 from superlink_support import deployed
 
-SECONDS, MEBIBYTES = 10.0, 1024  # the most that reading an input may take
+SECONDS, MEBIBYTES = 10.0, 1024  # limits for reading an input
 
 
 class Wrong(AssertionError):
-    """Something came out that should not have."""
+    """A result was wrong."""
 
 
 class Trial(ABC):
-    """Something to do again and again, in a `folder` of its own."""
+    """A repeated disturbance, in a separate `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,14 +74,14 @@ class Trial(ABC):
 
     @abstractmethod
     def once(self, draw: random.Random) -> str:
-        """One thing; how it went. Raises `Wrong`."""
+        """Disturb once and return the outcome; raise `Wrong` for a wrong result."""
 
     def close(self) -> None:
-        """End what the trial started."""
+        """End all processes of the trial."""
         return
 
 
-# --- runs that are killed, and files that are damaged ---
+# --- killed runs and damaged files ---
 
 JOB = """
 algorithm = "{method}"
@@ -111,22 +111,20 @@ KEPT = (
     "configuration.json",
     "task.json",
 )
-# which wants batch norm; silobn is much the same without
+# fedbn needs batch norm; without batch norm, silobn is similar
 METHODS = sorted({*EVERY_METHOD} - {"fedbn"})
 ENGINES = ("rows", "stacked")
 
 
 def job(method: str, engine: str) -> str:
-    """The job in which rows wait for all clients, and stacks, or asynchronous methods, go by a
-    clock.
-    """
+    """Return the job: rows wait for all clients; stacks and asynchronous methods use a clock."""
     clock = CLOCK if engine == "stacked" or next(pipelines(build(method))).waits else ""
     participation = 1.0 if method.startswith(EVERYBODY) else 0.5
     return JOB.format(method=method, engine=engine, participation=participation) + clock
 
 
 class Runs(Trial):
-    """Runs of a small job, whose files are compared with those of a run that nobody disturbed."""
+    """Runs of a small job, and comparison of their files with an undisturbed run."""
 
     undisturbed: dict[tuple[str, str], dict[str, bytes]]
     files: tuple[str, ...] = KEPT
@@ -190,7 +188,7 @@ def require_whole(folder: Path, trial: str) -> None:
 
 
 def content_of(path: Path) -> bytes:
-    """The bytes of a file, or of what in the figures at the end is not measured time."""
+    """Return the bytes of a file; for result.json, omit all measured times."""
     if path.name != "result.json":
         return path.read_bytes()
     figures = json.loads(path.read_bytes())
@@ -202,16 +200,15 @@ def content_of(path: Path) -> bytes:
 
 
 def place_of(server: Server) -> Path:
-    """The directory of the one run."""
+    """Return the directory of the only run."""
     (path,) = server.folder.glob("runs/job/*/seed-0")
     return path
 
 
 class Cuts(Runs):
-    """A run that is cut in the middle of a write, or before a file is renamed, and started again.
+    """Stops a run in the middle of a write or before a rename, and starts it again.
 
-    The operations are drawn from all of a run, most of them from its first, a middle and its last
-    round.
+    Most operations are from the first, a middle and the last round, and the rest from all of a run.
     """
 
     methods = ("fedavg", "scaffold", "fedmr", "ditto")
@@ -225,7 +222,7 @@ class Cuts(Runs):
         self.listed: dict[str, list[tuple[int, str, bool]]] = {}
 
     def operations(self, method: str) -> list[tuple[int, str, bool]]:
-        """Return the number of each operation, what it writes, and if it is in one of `rounds`."""
+        """Return number and file of each operation, and whether it is in one of `rounds`."""
         if method not in self.listed:
             server = self.server(method, "rows")
             server.run("run", "job.toml", "--quiet", *self.options, die_at=-1)
@@ -257,7 +254,7 @@ class Cuts(Runs):
 
 
 class Kills(Runs):
-    """A run of any method, killed at random moments or in the middle of writes, and started again
+    """Kills a run of any method at random moments or in the middle of writes, and starts it again
     each time.
     """
 
@@ -287,8 +284,9 @@ class Kills(Runs):
 
 
 class Workers(Runs):
-    """A run, or a comparison, with two workers: it or one of them is killed, no worker outlives it,
-    and it goes on to the bytes of the rows engine.
+    """Kills a run or comparison with two workers, or one of the workers.
+
+    No worker outlives the run, and the resumed run equals the rows engine byte for byte.
     """
 
     ways: tuple[tuple[str, ...], ...] = (
@@ -302,7 +300,7 @@ class Workers(Runs):
         return descendants(parent)
 
     def processes(self, victim: str, command: Command, workers: list[int]) -> list[int]:
-        """Return the processes of which one is killed."""
+        """Return the candidate processes to kill."""
         return [command.pid] if victim == "it" else workers
 
     def once(self, draw: random.Random) -> str:
@@ -345,14 +343,15 @@ WORKERS_METHODS = ("fedavg", "scaffold", "ditto", "fedmr")
 
 
 class Actors(Workers):
-    """The same on clusters of Ray that it starts, whose one node is killed too."""
+    """Repeats `Workers` on Ray clusters that the command starts, and also kills their single node."""
 
     ways = (("run", "engine=ray(workers=2)"), ("compare", "engine=rows", "workers=2", "pool=ray"))
     victims = ("it", "a worker", "its node")
 
     def workers(self, parent: int) -> list[int]:
-        """Ray's own agents, which run no code of ours, may need a minute to notice that their
-        cluster is gone.
+        """Return the Ray workers without the agents of Ray.
+
+        The agents may need a minute to detect the end of their cluster.
         """
         return _running(
             parent, lambda command: command.startswith("ray::") and "Agent" not in command
@@ -365,7 +364,7 @@ class Actors(Workers):
 
 
 def _running(parent: int, matches: Callable[[str], bool]) -> list[int]:
-    """Return the descendants of a process whose command line `matches`."""
+    """Return the descendants of a process with a command line that satisfies `matches`."""
     processes = []
     for process in descendants(parent):
         with suppress(OSError):
@@ -375,7 +374,7 @@ def _running(parent: int, matches: Callable[[str], bool]) -> list[int]:
 
 
 def written(server: Server) -> int:
-    """Rounds that have figures, in all runs together."""
+    """Return the number of rounds with figures over all runs."""
     return sum(
         path.read_bytes().count(b"\n")
         for path in server.folder.glob("runs/job/*/seed-0/metrics.jsonl")
@@ -393,8 +392,8 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 class Damages(Runs):
-    """A run that was stopped half-way, with one file damaged: it comes to the same end, or is
-    refused in one line.
+    """Damages one file of a stopped run: the run ends with equal results, or is refused in one
+    line.
     """
 
     methods = ("fedavg", "scaffold", "ditto", "stages(fedavg:4, fedmr)")
@@ -407,7 +406,7 @@ class Damages(Runs):
                 shutil.rmtree(self.stopped.folder)
             self.method = draw.choice(self.methods)
             self.stopped = self.server(self.method, "rows")
-            # The last of these come after its end.
+            # The largest values are beyond the end of the run.
             self.stopped.run("run", "job.toml", "--quiet", die_at=draw.randint(12, 60))
         self.damaged += 1
         method, expected, server = (
@@ -430,7 +429,7 @@ class Damages(Runs):
         if "Traceback" in output or "FEDLOOM_TRACEBACK" in output:
             raise Wrong(f"{damage}: {output}")
         if code == 0:
-            # a finished run, which does not read it
+            # a finished run does not read this file
             if path.name in READERS and path.read_bytes() == content:
                 parsed = None
                 with suppress(FedloomError):
@@ -453,8 +452,9 @@ class Damages(Runs):
 
 
 class Resumptions(Trial):
-    """The same of federations of a few weights in this process, ten for the price of one; memory
-    and pools lie in files.
+    """Damages files of small federations in this process, which is ten times faster.
+
+    Memory and pools are in files.
     """
 
     methods: ClassVar[Mapping[str, Callable[[], Algorithm]]] = {
@@ -528,9 +528,11 @@ class Resumptions(Trial):
 
 
 class SuperNodes(Trial):
-    """Federations over three real SuperNodes. One is killed, or its worker, or the server app, or
-    the SuperLink with it: they go on, or go on when started again, to the bits of a simulation in
-    which the same sites were absent.
+    """Federations over three real SuperNodes with a killed process: a SuperNode, its worker, the
+    server app, or the SuperLink with the server app.
+
+    The federation continues, if necessary after a restart, and equals bit for bit a simulation with
+    the same absent sites.
     """
 
     victims = ("a SuperNode", "a worker", "the server app", "the SuperLink")
@@ -583,7 +585,7 @@ class SuperNodes(Trial):
 
 
 def damages_of(content: bytes, draw: random.Random) -> list[tuple[str, bytes]]:
-    """One damage of any kind."""
+    """Return one random damage of any kind."""
     return [draw.choice(list(damages(content, 4, draw.randrange(1 << 30))))]
 
 
@@ -591,8 +593,8 @@ def damages_of(content: bytes, draw: random.Random) -> list[tuple[str, bytes]]:
 
 
 class Inputs(Trial):
-    """Configurations, expressions, files and messages of an exchange, mutated: read, or refused in
-    one line and in time.
+    """Mutated configurations, expressions, files and exchange messages are read, or refused in one
+    line and in time.
     """
 
     expressions = (
@@ -604,7 +606,7 @@ class Inputs(Trial):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         for text in self.expressions:
-            build(text)  # as they are, they must be read
+            build(text)  # unchanged expressions are valid
         Partition(np.arange(30), np.array([0, 10, 30])).save(folder / "split.npz")
         np.savez(folder / "own.npz", inputs=np.zeros((4, 3), np.float32), labels=np.arange(4))
         write_tensors(folder / "tensors.safetensors", {"model": torch.arange(9.0)}, {"round": "3"})
@@ -656,9 +658,7 @@ class Inputs(Trial):
 
 
 class Files(Trial):
-    """A data set in any format of which one file is damaged: read, or refused in one line and in
-    time.
-    """
+    """A data set in any format with one damaged file is read, or refused in one line and in time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -686,8 +686,9 @@ class Files(Trial):
 
 
 def bounded(kind: str, read: Callable[[], object]) -> str:
-    """Read an input: it is read, or refused in one short line, in time and in little memory. Raises
-    `Wrong`.
+    """Require that an input is read, or refused in one short line, in time and with little memory.
+
+    Raises `Wrong` otherwise.
     """
     began, peak_before = time.monotonic(), peak()
     end = "read"
@@ -709,7 +710,7 @@ def bounded(kind: str, read: Callable[[], object]) -> str:
 
 
 def peak() -> int:
-    """The most memory, in MiB, that this process has ever had."""
+    """Return the peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
@@ -717,8 +718,8 @@ def peak() -> int:
 
 
 class Strangers(Trial):
-    """One or two of the sites of a federation answer what they like: they are refused by name, or
-    bounded, and the rounds go on.
+    """One or two sites of a federation send bad answers: they are refused by name or bounded, and
+    the rounds continue.
     """
 
     methods = (
@@ -764,8 +765,10 @@ class Strangers(Trial):
 
 
 class Noise(Trial):
-    """The same round twice over sites with differential privacy: the models differ by the noise of
-    both, which has the promised size and cannot be drawn again from the seed.
+    """Runs the same round twice over sites with differential privacy.
+
+    The difference of the models has the promised size of two noise draws and cannot be drawn again
+    from the seed.
     """
 
     noise, clip = 2.0, 0.5
@@ -794,12 +797,12 @@ class Noise(Trial):
         spread = 1 / CLIENTS if part == "private" else float(shares.square().sum().sqrt())
         expected = 2**0.5 * self.noise * self.clip * spread
         found = float((first - second).std())
-        if not 0.8 < found / expected < 1.25:  # five deviations of the spread of 650 numbers
+        if not 0.8 < found / expected < 1.25:  # five standard deviations for 650 numbers
             raise Wrong(f"{part}: noise of {found:.3g} where {expected:.3g} is promised")
         return part
 
 
-# --- what a long run holds ---
+# --- resources of a long run ---
 
 
 def resources(process: int) -> dict[str, int]:
@@ -820,12 +823,12 @@ def resources(process: int) -> dict[str, int]:
 
 
 class Rounds(Trial):
-    """Many small rounds of one federation with a worker process: neither of the two holds more and
-    more.
+    """Runs many small rounds of a federation with a worker process; the resources of both must not
+    grow.
     """
 
     rounds = 250
-    growth: Mapping[str, int] = {"MiB": 24}  # allowed over these rounds
+    growth: Mapping[str, int] = {"MiB": 24}  # allowed growth over these rounds
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
