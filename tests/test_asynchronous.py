@@ -1,4 +1,4 @@
-"""Compare asynchronous methods with a naive event simulation; check limiting cases and resumption."""
+"""Compare asynchronous methods with a naive event simulation; check limiting cases and resuming."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _ClientTask:
 
 @pytest.mark.parametrize(("method", "k"), [("fedbuff(fedavg, k=2)", 2), ("fedasync(fedavg)", 1)])
 def test_order_of_events_and_model_equal_a_naive_simulation(method: str, k: int) -> None:
-    """The order of events and the model equal a naive simulation if client speeds differ tenfold."""
+    """Events and model equal a naive simulation if client speeds differ tenfold."""
     simulation = federation(method)
     simulation.run()
     model, times = naive(6, k, asynchronous=k == 1)

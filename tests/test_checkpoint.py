@@ -1,4 +1,4 @@
-"""A run that is killed between or during any of its file operations ends like an undisturbed run."""
+"""A run that is killed between or during its file operations ends like an undisturbed run."""
 
 from __future__ import annotations
 

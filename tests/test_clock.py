@@ -182,7 +182,7 @@ def test_methods_that_need_every_selected_client_are_not_over_selected(
 
 
 def test_fedmut_is_over_selected_with_a_model_for_each_selected_client() -> None:
-    """Over-selection draws a mutant for each selected client and averages only the first replies."""
+    """Every selected client gets a mutant, and the mean uses only the first replies."""
     history = trained("fedmut", Clock(speed="stragglers(100, 10)", over_selection=0.5)).history
     assert [len(record["clients"]) - len(record["faults"]) for record in history] == [4] * len(
         history

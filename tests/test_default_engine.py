@@ -1,4 +1,4 @@
-"""The default engine: its choice, its repeatability, and that a resumed run uses the same engine."""
+"""The default engine: its choice, its repeatability, and the engine of a resumed run."""
 
 from __future__ import annotations
 

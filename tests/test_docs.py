@@ -1,4 +1,4 @@
-"""The documentation builds without warnings or network, agrees with the code, and its examples run."""
+"""The documentation builds without warnings or network, matches the code, and its examples run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every script in examples/ runs unchanged and without warnings, and prints the documented output."""
+"""Every script in examples/ runs unchanged, without warnings, and prints the documented output."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Small(nn.Module):
 
 
 def small_task(**training: object) -> Task:
-    """Return a task with six clients of unequal size; one client's last batch is a single sample."""
+    """Return a task with six clients of unequal size; one last batch is a single sample."""
     draw = torch.Generator().manual_seed(5)
     inputs = torch.randn(120, 1, 6, 6, generator=draw)
     labels = torch.randint(3, (120,), generator=draw)

@@ -200,7 +200,7 @@ def test_one_participant_is_sequential_training() -> None:
 
 
 def test_a_single_segment_permutes_whole_models() -> None:
-    """After one round, the pool of a single segment equals the pool of Indep with permuted slots."""
+    """After one round, the pool of a single segment equals the permuted pool of Indep."""
     world = World(rounds=1)
     single_segment, independent = FedMR(unit="segment", fraction=1.0), Indep()
     world.run(single_segment)

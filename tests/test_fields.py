@@ -88,7 +88,7 @@ def test_numbers_are_converted_to_the_types_of_their_fields() -> None:
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_ranges_hold_for_every_float(value: float) -> None:
-    """A field accepts a float if and only if it is in the range; infinity and NaN are in no range."""
+    """A field accepts exactly the floats in its range; infinity and NaN are in no range."""
     inside = {
         "positive": 0 < value <= LARGEST,
         "non_negative": 0 <= value <= LARGEST,

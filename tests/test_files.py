@@ -123,7 +123,7 @@ def test_other_files_with_such_names_stay(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions as POSIX has them")
 def test_files_have_the_permissions_that_others_expect(tmp_path: Path) -> None:
-    """Other users can read the files, although safetensors itself creates them for the owner only."""
+    """Other users can read the files, although safetensors creates files for the owner only."""
     previous_mask = os.umask(0o022)
     try:
         write_tensors(tmp_path / "model.safetensors", {"a": torch.zeros(3)}, {})

@@ -232,7 +232,7 @@ def test_a_site_does_not_tell_of_fewer_rows_than_its_owner_allows(tmp_path: Path
 
 
 def test_sites_read_columns_with_the_types_of_the_federation(tmp_path: Path) -> None:
-    """Sites read columns with the federation's types, even if codes are only numbers or contain NA."""
+    """Sites read columns with the federation's types, also codes that are numbers or NA."""
     codes = [["007", "A12", "1.50"], ["007", "008", "1.50"], ["1.50", "NA", "2"]]
     config = configured("outcome", tmp_path / "run", ", categorical=['code']")
     grid = LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config)

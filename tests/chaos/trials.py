@@ -343,7 +343,7 @@ WORKERS_METHODS = ("fedavg", "scaffold", "ditto", "fedmr")
 
 
 class Actors(Workers):
-    """Repeats `Workers` on Ray clusters that the command starts, and also kills their single node."""
+    """Repeats `Workers` on Ray clusters of the command, and also kills their single node."""
 
     ways = (("run", "engine=ray(workers=2)"), ("compare", "engine=rows", "workers=2", "pool=ray"))
     victims = ("it", "a worker", "its node")
@@ -658,7 +658,7 @@ class Inputs(Trial):
 
 
 class Files(Trial):
-    """A data set in any format with one damaged file is read, or refused in one line and in time."""
+    """A data set with one damaged file, in any format, is read or refused in one line in time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
