@@ -312,8 +312,9 @@ def test_bad_python_functions_are_refused_in_one_line(
 
 
 def test_a_function_may_import_from_the_current_folder_when_called(module: str) -> None:
-    """A function may import from the current folder, also in a worker process that unpickles its
-    result.
+    """The current folder stays importable when the function runs, as for models.
+
+    A worker process that unpickles the result may need it too.
     """
     assert len(make("python", source=f"{module}:late").train) == 8
     assert sys.path.count(os.getcwd()) == 1

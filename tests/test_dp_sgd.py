@@ -1,5 +1,5 @@
-"""DP-SGD: compare with a loop over samples; check the influence and epsilon of one sample, and
-refused methods.
+"""DP-SGD: compare with a loop over samples; check the influence of one sample, the cost in epsilon,
+and refused methods.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ class Recorded(KeepsClientMemory):
 def test_personal_models_equal_the_uploads_of_the_next_round() -> None:
     """Personal models equal the uploads of the next round, and their scores equal plain loops.
 
-    `Recorded.personalise` trains like a client. After round t it gives the exact uploads of round t
-    + 1, with equal dropout and batch order. The clients' test data score them.
+    `Recorded.personalise` trains like a client. After round t it gives the exact uploads of the
+    next round, with equal dropout and batch order. The clients' test data score them.
     """
     task = small_task()
     run = federation(Recorded(), task)

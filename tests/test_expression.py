@@ -69,7 +69,7 @@ def plain(value: Any) -> bool:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (r"'C:\data'", "C:\\data"),  # a backslash without an escape is literal
+        (r"'C:\data'", "C:\\data"),  # a backslash that begins no escape is literal
         (r"'a\'b'", "a'b"),
         (r'"a\nb"', "a\nb"),
         ("-inf", float("-inf")),

@@ -304,7 +304,7 @@ def test_the_figures_of_rounds_do_not_stay_in_memory(tmp_path: Path) -> None:
     assert len(result.recorded) == 1
 
 
-# --- between the tensors of a method and those in the library ---
+# --- checks of the tensors of a method ---
 
 
 @dataclass

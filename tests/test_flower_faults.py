@@ -197,8 +197,9 @@ def test_a_second_site_with_a_number_that_comes_later_is_left_alone(tmp_path: Pa
 
 
 def test_a_newcomer_takes_a_number_only_when_its_holder_is_gone(tmp_path: Path) -> None:
-    """A newcomer takes a number only after its holder disconnects, even if the holder trains
-    silently.
+    """A newcomer takes a number only after its holder disconnects.
+
+    A holder may be silent for any time, for example during training.
     """
     config = run_config("fedavg", tmp_path / "run", rounds=4)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)

@@ -1,8 +1,8 @@
 """From user files to predictions over real sites, each with separate data.
 
 A message between a SuperLink and SuperNodes takes seconds. `make test` therefore runs every kind of
-data in this process; test_flower_sites.py has real sites there. `make chaos` runs them between real
-sites.
+data in this process, and only test_flower_sites.py runs real sites. `make chaos` runs every kind of
+data between real sites.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def shake_hands(folder: Path, host: str, authority: Path | None = None) -> str | None:
     """Return the TLS version of a handshake in memory with strict verification.
 
-    Raises: ssl.SSLError: The client does not trust the server.
+    Raises:
+        ssl.SSLError: The client does not trust the server.
     """
     client = ssl.create_default_context(cafile=str(authority or folder / "site-0" / "ca.crt"))
     client.verify_flags |= ssl.VERIFY_X509_STRICT

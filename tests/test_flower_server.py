@@ -72,8 +72,8 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
         assert (tmp_path / "sites" / file).exists()
         assert (tmp_path / "here" / file).exists()
     assert "fedper" in (tmp_path / "sites" / "report.html").read_text()
-    # Ignore the seconds to a target on the real clock: in a simulation they do not describe the
-    # method.
+    # Only real sites report the seconds to a target on the real clock. In a simulation on one
+    # machine, these seconds do not describe the method.
     pages = [
         read_comparison(tmp_path / folder).rewrite_reports()[0] for folder in ("sites", "here")
     ]

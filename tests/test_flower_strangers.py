@@ -116,9 +116,7 @@ def test_no_figure_of_clients_takes_the_place_of_the_servers_own() -> None:
 
 @pytest.mark.parametrize("expression", EVERY_METHOD)
 def test_every_method_declares_its_figures_and_the_types_of_its_replies(expression: str) -> None:
-    """Every method declares its figures and reply types, because real sites are refused for all
-    others.
-    """
+    """Every method declares its figures and reply types; real sites may send no others."""
     task = small_task()
     # 15 is too large at this rate
     method = build("pfedme(regularisation=2)" if expression == "pfedme" else expression)

@@ -1,7 +1,7 @@
 """Frozen parameters are not in rows: they are not sent, are stored once, and identify a run and its
 model.
 
-test_places.py compares engines with a frozen layer with rows.
+test_places.py compares other engines with the rows engine for a model with a frozen layer.
 """
 
 from __future__ import annotations

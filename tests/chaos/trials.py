@@ -452,7 +452,7 @@ class Damages(Runs):
 
 
 class Resumptions(Trial):
-    """Damages files of small federations in this process, which is ten times faster.
+    """Damages files of small federations in this process, at a tenth of the cost.
 
     Memory and pools are in files.
     """
@@ -767,8 +767,8 @@ class Strangers(Trial):
 class Noise(Trial):
     """Runs the same round twice over sites with differential privacy.
 
-    The difference of the models has the promised size of two noise draws and cannot be drawn again
-    from the seed.
+    The models differ by the noise of both runs. This difference has the promised size, and the seed
+    cannot reproduce the noise.
     """
 
     noise, clip = 2.0, 0.5
