@@ -1,5 +1,7 @@
-"""Invariants of the global-model methods: limits in which they are FedAvg, sums they keep, bytes
-they send.
+"""Invariants of the global-model methods.
+
+In some limits a method equals FedAvg. Other invariants are preserved sums and the transmitted
+bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def test_limit_is_fedavg(limit: str, equivalent: str, world: World) -> None:
 
 
 def test_scaffold_with_everybody_and_one_full_step_is_fedavg() -> None:
-    # The offsets c - c_i add up to nothing over all clients, and one step has no time to drift.
+    # The offsets c - c_i sum to zero over all clients, and a single step causes no drift.
     training = Training(learning_rate=0.1, batch_size=None)
     world = World(participation=1.0, training=training)
     assert_same(world.run(build("scaffold")).models, world.run(build(UNIFORM)).models)
@@ -155,7 +157,7 @@ def test_mutations_pair_off(count: int, skew: float, radius: float, seed: int) -
     assert torch.equal(rows[:, 8:], center[8:].expand(count, 2))
     if count % 2:
         assert torch.equal(rows[-1], center)
-    rows[0] = 0  # no slot shares memory with another
+    rows[0] = 0  # rows must not share memory
     assert count == 1 or bool((rows[1] != 0).all())
 
 
@@ -169,20 +171,20 @@ def test_fedmut_draws_signs_for_each_tensor_by_itself() -> None:
     assert bool((rows.abs() == 1).all())
 
 
-# Numbers sent down and up by each client of a round, in models of P and beside them (spec, section
-# 8; FedMR, appendix C.1).
+# Per method and client: models of size P in the download, additional numbers in the download, and
+# the same for the upload (spec, section 8; FedMR, appendix C.1).
 TRAFFIC = {
     "fedavg": (1, 0, 1, 0),
     "fedprox": (1, 0, 1, 0),
     "scaffold": (2, 0, 2, 0),
     "moon": (1, 0, 1, 0),
-    "feddyn": (1, 1, 1, 0),  # beside the model: the mean number of samples, for alpha_i
+    "feddyn": (1, 1, 1, 0),  # additional number: the mean number of samples, for alpha_i
     "feddc": (2, 1, 2, 0),
     "fedexp": (1, 0, 1, 0),
     "fedasam": (1, 0, 1, 0),
     "fedsam": (1, 0, 1, 0),
     "fedmut": (1, 0, 1, 0),
-    "fednova": (1, 0, 1, 1),  # beside the model: the weight of the local steps
+    "fednova": (1, 0, 1, 1),  # additional number: the weight of the local steps
     "fedavgm": (1, 0, 1, 0),
     "fedadam": (1, 0, 1, 0),
     "fedyogi": (1, 0, 1, 0),
@@ -217,7 +219,7 @@ def test_fedgen_sends_its_generator_from_the_second_round_on() -> None:
 
 def test_late_models_are_averaged() -> None:
     world = World(rounds=6)
-    # 0.4 * 6 = 2.4: from round 3 on
+    # 0.4 * 6 = 2.4: averaging starts in round 3
     run = world.run(build("fedasam(rho=0, swa=true, swa_start=0.4)"))
     state, states = world.initial(), []
     for number, clients in enumerate(run.selected, start=1):

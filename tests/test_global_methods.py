@@ -1,5 +1,6 @@
-"""Every global-model method against a second computation of its definition, over several rounds
-with partial participation.
+"""Compare each global-model method with a second implementation of its definition.
+
+The runs have several rounds with partial participation.
 """
 
 from __future__ import annotations
@@ -110,9 +111,7 @@ def scaffold(
 
 
 def gradients(world: World, state: State, client: int) -> tuple[State, int]:
-    """Return the gradient of the mean loss over the client's samples in training mode, and the
-    number of batches.
-    """
+    """Return the gradient of the mean loss in training mode and the number of batches."""
     inputs, labels = world.data(client)
     module, total, count, passes = world.at(state).train(), zeros(world), 0, 0
     for start in range(0, len(labels), 4):
@@ -168,7 +167,10 @@ def drifting(
     base: bool = False,
     nominal: bool = False,
 ) -> Iterator[State]:
-    """FedDyn and FedDC; the mean of all clients' histories is summed again in each round."""
+    """Yield the models of FedDyn or FedDC.
+
+    The mean of all histories is computed again in each round.
+    """
     state, update = world.initial(), zeros(world)
     history = {i: zeros(world) for i in range(world.clients)}
     updates = {i: zeros(world) for i in range(world.clients)}
@@ -253,7 +255,7 @@ def fedexp(world: World, rounds: Rounds, epsilon: float, by_clients: bool) -> It
 
 
 def sharp(world: World, rounds: Rounds, rho: float, eta: float | None) -> Iterator[State]:
-    """SAM (eta None) or ASAM on the clients."""
+    """Yield the models of FedSAM with SAM (`eta` is None) or ASAM."""
     state = world.initial()
     for number, clients in enumerate(rounds, start=1):
         uploads = []

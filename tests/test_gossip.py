@@ -1,4 +1,4 @@
-"""Gossip: nodes train by themselves and mix with Metropolis weights, against a naive loop."""
+"""Gossip: local training and mixing with Metropolis weights, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def federation(
 
 
 def naive_weights(edges: set[tuple[int, int]], nodes: int) -> Tensor:
-    """Return 1 / (1 + max(d_i, d_j)) for each edge, and the remainder on the diagonal, by loops."""
+    """Return 1 / (1 + max(d_i, d_j)) for each edge and the remainder on the diagonal."""
     degree = [sum(node in edge for edge in edges) for node in range(nodes)]
     weights = torch.zeros(nodes, nodes, dtype=torch.float64)
     for first, second in edges:
@@ -67,7 +67,7 @@ def test_the_spectral_gap_of_a_ring_of_16_is_the_published_one() -> None:
 
 
 def test_a_round_mixes_the_models_that_the_nodes_have_trained() -> None:
-    """Nodes train as the clients of `indep` do from one model; then W is applied to their models."""
+    """One round trains the nodes as `indep` does and multiplies their models by W."""
     alone = federation("gossip(fedavg, graph=path)", rounds=1)
     task = small_task(local_test=0.3)
     schedule = Schedule(1, 1.0, seed=3)

@@ -1,5 +1,6 @@
-"""Files of data sets that are damaged, or that nobody means well with: read, or refused in one line
-that names the file.
+"""Damaged and malicious data files.
+
+Each file is read, or a one-line error names it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def build(path: Path, **options: Any) -> fl.Dataset:
 
 
 def write(table: pa.Table, path: Path) -> None:
-    """Into a file of that kind, or a folder of `save_to_disk`."""
+    """Write the table to a file in the format of its suffix, or to a folder with `save_to_disk`."""
     if path.suffix == ".csv":
         csv.write_csv(table, path)
     elif path.suffix == ".parquet":
@@ -136,10 +137,10 @@ def test_whole_numbers_beyond_int64_are_told_or_rounded(
     if role == "label" and kind != "t.csv":
         with pytest.raises(FedloomError, match=r"labels hold \d+, more than 2\^63 - 1"):
             build(tmp_path / kind, target="label", kind="classification")
-    elif role == "label":  # names of classes, digit by digit, as a CSV file says nothing of types
+    elif role == "label":  # strings of digits are class names, because a CSV file has no types
         dataset = build(tmp_path / kind, target="label", kind="classification")
         assert set(map(str, large.to_pylist())) == set(dataset.class_names or ())
-    elif role == "input" and kind == "t.csv":  # more digits than a float holds: names
+    elif role == "input" and kind == "t.csv":  # too many digits for a float: category names
         dataset = build(tmp_path / kind, target="label", group="group", test_fraction=0.5)
         assert set(dataset.train.inputs.unique().tolist()) == {0.0, 1.0}
     else:
@@ -230,7 +231,7 @@ def test_columns_of_any_type_are_read_or_told(kind: str, role: str, tmp_path: Pa
 
 
 def test_offsets_that_lead_nowhere_are_told(tmp_path: Path) -> None:
-    """Arrow believes them, and a program that follows them may end."""
+    """Invalid offsets are reported, because Arrow trusts them and reading them may crash."""
     offsets = pa.py_buffer(np.array([0, 1, 2**30, 3, 4], np.int32).tobytes())
     text = pa.StringArray.from_buffers(4, offsets, pa.py_buffer(b"abcd"))
     saved(tmp_path / "t", pa.table({"label": ["a", "b"] * 2, "ward": text}))
@@ -246,7 +247,7 @@ def test_a_parquet_file_is_counted_before_it_is_read(
     pq.write_table(pa.table({"a": column, "label": column}), tmp_path / "t.parquet")
     assert (tmp_path / "t.parquet").stat().st_size < 300_000
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.1")
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)  # which would be raised as damage
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)  # a call would raise
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(
         DataError, match=r"takes 0.4\d GiB of memory, more than the 0.10 GiB that it may take"
@@ -277,7 +278,7 @@ def test_rows_of_one_long_text_are_not_unpacked(
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match="GiB of memory, more than"):
         build(tmp_path / "t.parquet")
-    # all rows take 204,800
+    # reading all rows takes 204,800
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200_000
 
 

@@ -1,4 +1,4 @@
-"""Hostile input: every entry point answers in one line, soon, and in bounded memory."""
+"""Hostile input at each entry point gives a one-line answer, quickly and in bounded memory."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ from fedloom.serving.artifact import load_model
 from fedloom.sites.agreement import read_configuration
 from fedloom.state.tensors import _checksum
 
-HEX = "0x" + "f" * 50_000  # which Python reads, but does not write in decimal figures
+HEX = "0x" + "f" * 50_000  # Python parses this number but refuses to format it as a decimal
 LONG = "y " * 49_999 + "yy"
 
 
 def require_one_short_line(text: str) -> None:
-    """Assert one printable line that shortens long values."""
+    """Assert that the text is one printable line and that long values are shortened."""
     assert text.isprintable()
     assert not re.search(r"(\S)\1{300}|(y ){150}", text)
     assert len(text) < 2100
@@ -179,10 +179,10 @@ def test_a_value_is_quoted_in_short(value: Any) -> None:
     text = quoted(value)
     assert text.isprintable()
     assert text == repr(value) or "characters)" in text
-    assert len(text) <= 10 * LONGEST_QUOTED + 30  # \U0010ffff for a character
+    assert len(text) <= 10 * LONGEST_QUOTED + 30  # one character can become \U0010ffff
 
 
-# --- anything at all ---
+# --- arbitrary input ---
 
 _NUMBERS = (
     st.integers()
@@ -276,7 +276,7 @@ def idx_bytes(shape: Sequence[int], content: bytes = b"") -> bytes:
 
 
 def npz_bytes(header: str, size: int = 64) -> bytes:
-    """Return an archive of one array of zeros with this header."""
+    """Return an archive with this header and an array of zeros."""
     text = header.encode() + b"\n"
     buffer = io.BytesIO()
     with ZipFile(buffer, "w", ZIP_DEFLATED) as archive, archive.open("inputs.npy", "w") as file:
@@ -297,7 +297,7 @@ def picture_bytes(*shape: int) -> bytes:
 
 
 def model_bytes(metadata: str) -> bytes:
-    """Return a model's file with any metadata and a digest of them."""
+    """Return a model file with arbitrary metadata and the matching digest."""
     tensors = {"weight": torch.zeros(10, 64)}
     return save(tensors, {"fedloom": metadata, "digest": _checksum(tensors, metadata)})
 
@@ -329,7 +329,7 @@ def header(shape: str, descr: str = "|u1") -> str:
 PIXELS = [0.5] * 784
 NESTED: list[Any] = []
 for _ in range(40):
-    NESTED = [NESTED, NESTED]  # 2^40 lists, in a pickle of a few hundred bytes
+    NESTED = [NESTED, NESTED]  # 2^40 lists in a pickle of a few hundred bytes
 
 HOSTILE: list[tuple[Callable[[Path], Any], bytes, str]] = [
     (read_arrays, npz_bytes(header("(1000000000000,)")), "of shape (1000000000000,) in"),
@@ -445,7 +445,7 @@ def test_bad_metadata_are_damage(metadata: str, tmp_path: Path) -> None:
     require_one_short_line(str(caught.value))
 
 
-# Whole files, of which a few bytes are then changed.
+# Valid files. The tests change a few of their bytes.
 WHOLE: list[tuple[Callable[[Path], Any], bytes]] = [
     (read_arrays, npz_bytes(header("(64,)"))),
     (read_idx, idx_bytes([3, 2], bytes(6))),

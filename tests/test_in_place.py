@@ -1,4 +1,4 @@
-"""Models and losses that change their arguments in place: the data set stays as it is."""
+"""Models and losses that modify their arguments in place do not change the data set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEATURES, CLASSES = 6, 3
 
 
 class Scaled(nn.Module):
-    """A linear model that scales its input, in place or not."""
+    """A linear model that scales its input, optionally in place."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whole ways of a user: from a file of data to a model in use."""
+"""Complete user workflows, from a data file to predictions of the trained model."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def test_from_pictures_in_folders_to_onnx(
     rows = Path("light.csv").read_text().splitlines()
     assert rows[0] == '"file","prediction"'
     assert sum(row.endswith('"light"') for row in rows[1:]) >= 28
-    # ONNX takes the bytes of the pictures, scaled to the size of the data: what the model
-    # normalises is in the file.
+    # The ONNX model takes image bytes at the size of the data; it contains the normalization.
     model = fl.load("runs/shades")
     paths = sorted(Path("pictures/light").glob("*.png"))
     pixels = model.preprocessing.apply(paths)[0]
@@ -99,7 +98,7 @@ def test_from_adapters_of_a_transformer_to_text(tmp_path: Path) -> None:
     assert model.generate("to be", 20, temperature=9.0, seed=1) != model.generate(
         "to be", 20, temperature=9.0, seed=2
     )
-    # The next tokens of many texts at once, as of any other model.
+    # Like other models, it predicts the next tokens of several texts in one call.
     assert model.predict(["to be or not"]).shape == (1, 16)
     with torch.no_grad():
         assert model.outputs(["to be"]).shape == (1, 16, 82)

@@ -1,4 +1,4 @@
-"""Classes keep their names, and every guess of a reader is told."""
+"""Classes keep their names, and notices report each guess of a reader."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_one_huge_number_is_told_and_keeps_its_column_finite() -> None:
     assert len(given.train.inputs.unique()) > 1
     assert "column 'b' holds 3.40282e+38" in given.notices[0]
     frame["b"] = [0.0] * 59 + [1.0]
-    assert task((frame, frame), target="y").notices == []  # rare, but all there is to learn
+    assert task((frame, frame), target="y").notices == []  # rare, but the only information
 
 
 def test_lists_without_numbers_are_refused() -> None:
@@ -250,7 +250,7 @@ def test_equal_targets_are_shared_out_at_random() -> None:
     given = fl.make_task(frame, target="y", clients=5, partition="dirichlet(0.1)")
     for client in range(5):
         values = given.dataset.train.inputs[given.partition[client], 0].unique()
-        assert len(values) >= 9  # in the order of the rows, some clients had 4
+        assert len(values) >= 9  # in row order, some clients had 4
 
 
 def test_the_quantiles_of_a_constant_are_the_constant() -> None:

@@ -1,5 +1,6 @@
-"""Language models of transformers with adapters of peft, if installed. The adapters' maths:
-test_frozen.py.
+"""Language models: transformers with peft adapters, if installed.
+
+test_frozen.py tests the computation with adapters.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def test_adapters_alone_are_sent_and_recombined_by_layer(folder: Path, tmp_path:
     assert not torch.equal(uploads, adapted.initial)
     file, probe = tmp_path / "model.safetensors", torch.randint(TOKENS, (3, 6))
     save_model(file, result.model, model, SPEC, {})
-    # whole again
+    # both load as complete models
     for saved in (fl.load_model(directory, build_model(model, SPEC, 7)), fl.load_model(file)):
         assert torch.equal(saved(probe).logits, result.model(probe).logits)
     frozen, base = layout.frozen_tensors(result.model), layout.frozen_tensors(adapted.model)
@@ -93,7 +94,10 @@ def test_the_base_may_be_in_half_precision_and_the_whole_model_may_train(folder:
 def test_adapters_cost_a_small_part_of_the_whole_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script in examples/, shortened, in this process: importing transformers takes seconds."""
+    """The shortened script from examples/ sends 18.4 kB instead of 449.5 kB.
+
+    It runs in this process, because importing transformers takes seconds.
+    """
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "examples")
     lora = importlib.import_module("lora")
     for name, value in (

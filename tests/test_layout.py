@@ -1,4 +1,4 @@
-"""Layouts: any module to a row and back without loss."""
+"""Layouts convert any module to a row and back without loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedloom.task.making import make_task
 
 
 class Odd(nn.Module):
-    """A module with ties, frozen parameters of any type, doubles, integers and booleans."""
+    """A module with ties, frozen parameters of several types, doubles, integers and booleans."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(wide: bool) -> None:
     layout = Layout(source)
     generator = torch.Generator().manual_seed(1)
     randomise(source, generator)
-    source.count.fill_(2**40 + 1)  # more than a float could hold
+    source.count.fill_(2**40 + 1)  # too large for exact representation in float32
     target = copy.deepcopy(source)
     randomise(target, generator)
     for name, tensor in layout.frozen_tensors(target).items():
-        tensor.copy_(everything(source)[name])  # which are in no row
+        tensor.copy_(everything(source)[name])  # no row contains them
     layout.load(target, layout.flatten(source), layout.flatten_integers(source))
     for name, tensor in everything(source).items():
         assert torch.equal(tensor, everything(target)[name]), name
@@ -189,7 +189,7 @@ def test_a_layer_keeps_its_weight_bias_and_statistics_together() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 100))
 def test_segments_follow_the_formula(layers: int, percent: int) -> None:
-    """Layer j (from 1) belongs to segment ceil(j / (x N)); computed here in whole numbers."""
+    """Layer j (from 1) is in segment ceil(j / (x N)), computed here with integers."""
     module = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(layers)))
     units = Layout(module).units("segment", percent / 100)
     expected: dict[int, list[int]] = {}
@@ -233,7 +233,7 @@ def test_a_shell_shares_its_tensors_until_it_is_bound() -> None:
         assert parameter.requires_grad
     row = row_before + 1
     layout.bind(shell, row)
-    shell(torch.randn(5, 3))  # batch norm moves its statistics and its count
+    shell(torch.randn(5, 3))  # batch norm updates its statistics and its counter
     assert torch.equal(layout.flatten(module), row_before)
     assert torch.equal(layout.flatten_integers(module), integers)
     assert torch.equal(layout.flatten_integers(shell), integers + 1)

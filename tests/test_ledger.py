@@ -1,5 +1,6 @@
-"""The ledger of reproduced exhibits: states derived from records, and the records of this
-repository.
+"""Ledger of reproduced exhibits.
+
+Tests the states computed from records, and the records in this repository.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CELLS = {cell.row: cell for cell in A2.cells if cell.column == "MNIST IID 15% to
 
 
 def record(values: dict[str, tuple[float | None, float | None]], *left_out: str) -> ExhibitRecord:
-    """Make a record of rounds to a target: mean and deviation by method."""
+    """Return a record of rounds to a target, with mean and deviation by method."""
     results = tuple(
         CellResult(CELLS[row], Measured(mean, std, 3, 3 if mean else 0, 300), left_out)
         for row, (mean, std) in values.items()
@@ -54,12 +55,12 @@ def entry(folder: Path, *records: ExhibitRecord) -> LedgerEntry:
     ("values", "left_out", "state"),
     [
         ({"FedAvg": (40.6, 1.0), "FedDC": (22.3, 0.5)}, (), "within"),
-        ({"FedAvg": (40.0, None)}, (), "within"),  # no deviation is known, and it is the same
+        ({"FedAvg": (40.0, None)}, (), "within"),  # no known deviation, but the same value
         ({"FedAvg": (41.0, None)}, (), "differs"),
         ({"FedAvg": (50.0, 1.0), "FedDC": (30.0, 1.0)}, (), "order"),
         ({"FedAvg": (30.0, 1.0), "FedDC": (50.0, 1.0)}, (), "differs"),
-        ({"FedAvg": (None, None), "FedDC": (22.0, 1.0)}, (), "order"),  # never reached is last
-        ({"FedAvg": (40.6, 1.0)}, ("100 of 300 rounds",), "within"),  # every run was there before
+        ({"FedAvg": (None, None), "FedDC": (22.0, 1.0)}, (), "order"),  # never reached: last
+        ({"FedAvg": (40.6, 1.0)}, ("100 of 300 rounds",), "within"),  # each run reached it before
         ({"FedAvg": (None, None)}, ("100 of 300 rounds",), "partial"),
         ({"FedAvg": (40.6, 1.0)}, ("100 of 300 rounds", "training.momentum=0.5"), "partial"),
     ],
@@ -127,7 +128,7 @@ def test_a_file_that_is_no_record_is_refused(
 
 
 def test_records_of_long_runs_follow_from_their_folder() -> None:
-    """Also for unfinished runs: `left_out` states the missing rounds."""
+    """Records match their folder, and `left_out` lists the missing rounds of unfinished runs."""
     folder, command = RECORDS.parent / "fedmr_table_1" / "runs", "long_runs.py"
     runs = [record_runs.summary(path.parent) for path in sorted(folder.rglob("configuration.json"))]
     for name, record in record_runs.records(exhibit("fedmr.table-1"), runs, command):

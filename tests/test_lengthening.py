@@ -1,6 +1,4 @@
-"""Lengthened runs: they continue from the last round and end like a run of that length from the
-start.
-"""
+"""Lengthened runs continue from the last round and equal longer runs from the start."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ FINAL_FILES = {"result.json", "model.safetensors", "recording.json"}
 def run(
     folder: Path, rounds: int, method: str = "scaffold", stop: int | None = None, **settings: Any
 ) -> fl.Result:
-    """Run with an evaluation in every fourth round; `stop` interrupts it after that round."""
+    """Run with an evaluation in every fourth round; interrupt the run after round `stop`."""
 
     def stopping(record: dict[str, Any], timing: dict[str, Any]) -> None:
         if record["round"] == stop:
@@ -66,8 +64,9 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def assert_same(lengthened: Path, uninterrupted: Path) -> None:
-    """Assert equal models, checkpoints and figures, but for the evaluation in the last round of the
-    shorter run.
+    """Assert equal models, checkpoints and metrics.
+
+    The evaluation in the last round of the shorter run is ignored.
     """
     for name in ("model.safetensors", "configuration.json"):
         assert (lengthened / name).read_bytes() == (uninterrupted / name).read_bytes(), name
@@ -158,7 +157,7 @@ def test_an_interrupted_run_can_be_lengthened(stop: int, tmp_path: Path) -> None
     run(uninterrupted, LONG)
     with pytest.raises(KeyboardInterrupt):
         run(lengthened, SHORT, stop=stop)
-    if stop < SHORT:  # and has no evaluation of its own
+    if stop < SHORT:  # then round SHORT has no additional evaluation
         run(lengthened, LONG)
         assert lines(lengthened) == lines(uninterrupted)
         assert (lengthened / "model.safetensors").read_bytes() == (
@@ -300,7 +299,7 @@ def test_a_comparison_that_cannot_be_lengthened_changes_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("expression", [*EVERY_METHOD, "fedsam(swa=true)"])
 def test_methods_that_read_the_total_rounds_declare_it(expression: str) -> None:
-    """A class whose module reads the number of rounds sets `needs_total_rounds`."""
+    """A class sets `needs_total_rounds` if its module reads the number of rounds."""
     for method in components(build(expression)):
         bases = (Method, Algorithm, Part)
         ancestors = [
@@ -314,7 +313,7 @@ def test_methods_that_read_the_total_rounds_declare_it(expression: str) -> None:
 
 
 def _declares(kind: type) -> bool:
-    """Return True if a class names `needs_total_rounds` in its facts."""
+    """Return True if the facts of a class contain `needs_total_rounds`."""
     names = {"facts", "base_facts"} & vars(kind).keys()
     return bool(names) and "needs_total_rounds=" in inspect.getsource(kind)
 

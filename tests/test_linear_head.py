@@ -1,5 +1,6 @@
-"""Shifts, prototypes and discriminants folded into a linear head, against their outputs; samples
-and features of a cohort.
+"""Shifts, prototypes and discriminants folded into a linear head, compared with their outputs.
+
+Also tests samples and features of a cohort.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 Z, WEIGHT, BIAS = drawn(7, 4), drawn(2, 3, 4, seed=1), drawn(2, 3, seed=2)
-"""Features, and the heads of two clients."""
+"""Features and the heads of two clients."""
 
 
 def cohort_of(engine: type[RowsEngine], task: Task, clients: list[int]) -> Cohort:

@@ -1,4 +1,7 @@
-"""Clients in lock step take the batches that each would take alone; padding has no weight."""
+"""Clients in lock step receive the same batches as in separate training.
+
+Padding has zero weight.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from test_stacked import assert_same, federated, perceptron, world
 
 
 def loaders(sizes: list[int]) -> list[ClientLoader]:
-    """Make clients whose samples are numbered consecutively, as inputs and as labels."""
+    """Return loaders with consecutive numbers as inputs and labels."""
     total = torch.arange(sum(sizes))
     samples = Samples(total.float().unsqueeze(1), total)
     dataset = Dataset("numbers", samples, samples, sum(sizes))
@@ -43,15 +46,13 @@ def jobs(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[Tensor, l
 
 
 Steps = list[tuple[list[int], int]]
-"""(clients of a group, number of its steps)."""
+"""Clients of a group and its number of steps."""
 
 
 def taken(
     sizes: list[int], batch: int, epochs: int, *, in_step: bool = False, pad: bool = False
 ) -> tuple[list[list[list[int]]], Steps]:
-    """Return the samples of each batch of each client, without padding, and the groups with their
-    steps.
-    """
+    """Return the batches of each client without padding, and the groups with their steps."""
     batches: list[list[list[int]]] = [[] for _ in sizes]
     steps_of = []
     for group in lock_steps(
@@ -71,7 +72,7 @@ def taken(
                 if group_batch.share is not None:
                     share = group_batch.share[row]
                     real = real[share > 0]
-                    # in double precision
+                    # the shares are in double precision
                     assert share[share > 0].tolist() == [1 / len(real)] * len(real)
                 batches[client].append(real.tolist())
         steps_of.append((members, steps))
@@ -100,14 +101,16 @@ def test_every_client_takes_the_batches_it_would_take_alone(
 
 
 def test_full_batches_are_stacked_and_short_ones_are_not() -> None:
-    """17 and 13 samples in batches of 4: four and three full ones an epoch, with one sample over
-    each time.
+    """Only full batches of several clients are stacked.
+
+    17 and 13 samples in batches of 4 give four and three full batches per epoch and a batch of one
+    sample each.
     """
     _, groups = taken([17, 13], 4, 2)
     together_steps = sum(steps for members, steps in groups if members == [0, 1])
     apart_steps = sum(steps for members, steps in groups if len(members) == 1)
-    assert together_steps == 6  # the shorter client's full batches
-    # everybody's last of each epoch, and what the longer client has more
+    assert together_steps == 6  # full batches of the smaller client
+    # the last batches of both clients, and the additional full batches of the larger client
     assert apart_steps == 2 + 2 + 2
 
 
@@ -156,7 +159,7 @@ def test_local_steps_are_those_that_clients_make(
 
 
 def test_a_mean_number_of_samples_makes_the_steps_of_its_parts() -> None:
-    """E ceil(mean n / B), as FedDC counts them."""
+    """The number of steps is E ceil(mean n / B), as in FedDC."""
     mean = torch.tensor([10.0, 10.2, 3.0])
     assert Training(batch_size=5, epochs=2).local_steps(mean).tolist() == [4, 6, 2]
     assert Training(batch_size=5, drop_last=True).local_steps(mean).tolist() == [2, 2, 1]
@@ -166,7 +169,7 @@ def test_a_mean_number_of_samples_makes_the_steps_of_its_parts() -> None:
 @pytest.mark.parametrize("options", [{"epochs": 0}, {"steps": 0}])
 @pytest.mark.parametrize("local_schedule", ["constant", "cosine"])
 def test_no_epochs_and_no_steps_train_nothing(options: PassOptions, local_schedule: str) -> None:
-    """Zero epochs or steps of a method mean no training, not the settings' default."""
+    """Zero epochs or steps in a method disable training and do not select the task's default."""
     task = small_task()
     task = replace(task, training=replace(task.training, epochs=2, local_schedule=local_schedule))
     start = task.initial.unsqueeze(0)

@@ -1,5 +1,6 @@
-"""The memorisation recorder (accuracy on right and on wrong labels) against plain loops, and its
-figure.
+"""Memorisation recorder and its figure.
+
+Compares accuracy on correct and incorrect labels with plain loops.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def test_the_report_draws_a_curve_a_key_and_method_with_a_band_over_seeds() -> N
         for k in (0, 1)
     ]
     assert list(lines["fedavg, wrong, as given"].y) == pytest.approx(mean)
-    assert len(drawing.variants[""].data) == 12  # a band for each
+    assert len(drawing.variants[""].data) == 12  # each line has a band
     wrong = max(run.recorded[0]["samples"][0][1] for run in runs)
     assert f"of the up to {wrong:,} with wrong ones" in drawing.caption
     page = render("Noise", runs)

@@ -1,6 +1,4 @@
-"""Building a model by name or import path, and the structure of modules that are not the project's
-own.
-"""
+"""Building models by name or import path, and the structure of external modules."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ number = 3
 
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Write a user's module `my_nets` into the current directory, and one that cannot be imported."""
+    """Write a user module `my_nets` and a broken module into the current directory."""
     (tmp_path / "my_nets.py").write_text(NETS)
     (tmp_path / "my_broken_nets.py").write_text("import no_such_package_at_all\n")
     monkeypatch.chdir(tmp_path)
@@ -144,7 +142,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 
 
 class Tower(nn.Module):
-    """A user's model: no `head`, a list of submodules called `blocks`, and a parameter of its own."""
+    """A user model with a parameter and a list of submodules called `blocks`, without `head`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models whose outputs are not those of their classifier, or no tensor."""
+"""Models with outputs that are not tensors or do not match their classifier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS = ["fedrod", "fedproto", "pfedfda", "feddbe", "fedgen"]
 
 
 class Returns(nn.Module):
-    """Two linear layers whose outputs are changed at the end."""
+    """Two linear layers with modified outputs."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models with state: buffers that the forward pass assigns anew, and state that clients would share."""
+"""Models with state: buffers assigned in the forward pass, and state shared between clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedloom.training import Training
 
 
 class Assigned(nn.Module):
-    """Subtracts a moving mean, which it assigns anew, and counts its batches so too."""
+    """Subtracts a moving mean and counts batches, and assigns new tensors for both."""
 
     mean: Tensor
     count: Tensor
@@ -48,7 +48,7 @@ class Assigned(nn.Module):
 
 
 class Attribute(nn.Module):
-    """Keeps the mean in a plain attribute."""
+    """Stores the mean in a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attribute(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Draws from another generator than torch's."""
+    """Uses random numbers from a generator outside torch."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()

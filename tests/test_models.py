@@ -1,5 +1,6 @@
-"""The papers' models: sizes as printed, forward passes, stacking, structure, and building them by
-name or path.
+"""The models of the papers.
+
+Tests the printed sizes, forward passes, stacking, structure and construction by name or path.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NEWS = DataSpec((200,), 4, 98_635)
 
 @dataclass(frozen=True)
 class Case:
-    """A model for some data, with its numbers of parameters and of state dictionary keys."""
+    """A model and its data, with the numbers of parameters and of state dictionary keys."""
 
     name: str
     spec: DataSpec
@@ -75,7 +76,7 @@ CASES = [
     Case("fedmr_vgg16", FEMNIST, 8_024_958, 14),
     Case("fasttext", NEWS, 3_157_508, 5),
 ]
-HEAVY = 10_000_000  # parameters above which a case is left out of the tests that need no size
+HEAVY = 10_000_000  # most tests skip cases with more parameters
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 light_case = pytest.mark.parametrize(
     "case", [case for case in CASES if case.parameters < HEAVY], ids=str
@@ -92,7 +93,10 @@ def one_thread() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4)
 def built(case: Case) -> nn.Module:
-    """Return the case's model at seed 0, shared by tests that do not change it."""
+    """Return the model at seed 0.
+
+    All tests that do not modify it share the same object.
+    """
     return make_model(case.name, case.spec, 0, case.options)
 
 
@@ -140,7 +144,7 @@ def test_gradient_reaches_every_parameter(case: Case) -> None:
     unreached = {
         name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()
     }
-    # FedMR's code has a batch norm that takes no part in the computation.
+    # FedMR's code has an unused batch norm.
     assert unreached == ({"bn.weight", "bn.bias"} if case.name == "fedmr_resnet20" else set())
 
 
@@ -228,7 +232,7 @@ def test_upper_blocks_have_the_sizes_of_fedalas_table_6() -> None:
 
 
 FLATTENING = {"logistic", "mlp", "mcmahan_2nn", "feddc_fcn"}
-OTHER = {"fasttext", "projected"}  # for tokens; for whatever the model inside is for
+OTHER = {"fasttext", "projected"}  # for tokens; for any input
 IMAGE_MODELS = sorted({case.name for case in CASES} - FLATTENING - OTHER)
 
 
@@ -295,9 +299,7 @@ def test_zero_init_starts_with_equal_logits() -> None:
 
 
 def test_convolutions_pass_through_relu_then_maximum() -> None:
-    """Against the layers in the order in which the papers name them: convolution, ReLU, pooling,
-    linear.
-    """
+    """The layer order is the one in the papers: convolution, ReLU, pooling, linear."""
     module = make_model("fedmr_cnn", CIFAR, 0, {})
     x = batch(CIFAR)
     expected = x
@@ -315,7 +317,7 @@ def test_parameter_free_shortcut_skips_pixels_and_adds_empty_channels() -> None:
     for row in range(3):
         for column in range(4):
             expected[:, :2, row, column] = x[:, :, 2 * row, 2 * column]
-    nn.init.zeros_(block.bn2.weight)  # so that the shortcut alone is left
+    nn.init.zeros_(block.bn2.weight)  # only the shortcut remains
     assert torch.equal(block(x), F.relu(expected))
 
 
@@ -327,9 +329,7 @@ def test_fedmr_resnet_starts_as_its_code_does() -> None:
 
 
 def test_fedmr_resnet_bottleneck_adds_the_branch_to_the_shortcut() -> None:
-    """Against the bottleneck written out from its definition, in train mode: statistics of the
-    batch.
-    """
+    """The bottleneck equals its written definition in training mode, with batch statistics."""
     block = make_model("fedmr_resnet20", CIFAR, 0, {}).get_submodule("layer2.0")
     weights = dict(block.named_parameters())
     x = torch.randn((4, 64, 6, 6), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Models that cannot train, or do not fit the data: each is refused in one line, or works."""
+"""Models that cannot train or do not match the data work or cause a one-line error."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_losses_of_other_samples_are_refused(loss: Any, message: str) -> None:
 
 
 class ConvolutionalHead(nn.Module):
-    """A convolution over all of its input as the classifier, or the same as a linear layer."""
+    """A classifier with a convolution over its complete input, or with an equal linear layer."""
 
     def __init__(self, linear: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The planted faults of `make mutants` fit the code."""
+"""The planted faults of `make mutants` match the code."""
 
 from __future__ import annotations
 

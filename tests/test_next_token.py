@@ -1,5 +1,6 @@
-"""Text for prediction of the next character or word: LEAF's files, plays, lines of users; and the
-recurrent model.
+"""Prediction of the next character or word.
+
+Tests LEAF's files, plays, text lines of users and the recurrent model.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def test_each_user_of_a_file_of_lines_is_a_client(tmp_path: Path) -> None:
     assert dataset.test.inputs.tolist() == [[begin, a, 1, 0, 0]]  # begin a ?
     assert dataset.test.labels.tolist() == [[a, 1, end, -100, -100]]
     assert dataset.train.inputs[0, 1:].tolist() == dataset.train.labels[0, :4].tolist()
-    assert dataset.vocabulary == 2 + 2 + 8  # how do i sort a list ? set
+    assert dataset.vocabulary == 2 + 2 + 8  # words: how do i sort a list ? set
     assert make("stackoverflow", tmp_path, max_vocabulary=5).vocabulary == 5
 
 
@@ -138,7 +139,7 @@ def test_the_vocabulary_is_of_the_training_texts_and_each_user_keeps_some_for_te
     assert dataset.test.groups is not None
     assert sorted(dataset.test.groups.tolist()) == [0, 1]
     assert dataset.vocabulary == 2 + 2 + 8
-    assert dataset.test.inputs[:, 1].tolist() == [1, 1]  # unknown to the training texts
+    assert dataset.test.inputs[:, 1].tolist() == [1, 1]  # the word is not in the training texts
 
 
 def test_a_tokenizer_of_ones_own_splits_the_texts(
@@ -238,11 +239,11 @@ def test_the_model_predicts_the_next_character_without_looking_ahead(
         training={"learning_rate": 0.1, "batch_size": 4, "epochs": 3, "optimizer": "adam"},
     )
     result = fl.run("fedavg", task, rounds=3, participation=1.0)
-    assert result.history[-1]["perplexity"] < 3.5  # of 82
+    assert result.history[-1]["perplexity"] < 3.5  # the vocabulary has 82 characters
     assert result.federation.notices == []
     stacked = fl.run(
         "fedavg", task, rounds=3, participation=1.0, engine="stacked"
-    )  # for which PyTorch has no such layers
+    )  # PyTorch cannot stack these layers
     (notice,) = stacked.federation.notices
     assert notice.startswith(
         "clients train one by one, because models of this kind cannot be stacked: "

@@ -1,4 +1,4 @@
-"""Norm bound: long updates are scaled to the radius, against a loop over the uploads."""
+"""Norm bound: scaling of long updates to the radius, compared with a loop over the uploads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_large_radius_is_the_method_itself(method: str) -> None:
 
 
 def test_clients_that_do_not_reply_change_nothing() -> None:
-    """A pool keeps what was sent in the slot of a client that drops out."""
+    """The slot of a client without a reply retains its download."""
     run = federation("norm_bound(indep, radius=1e-6)", dropout=0.5)
     assert run.history[0]["faults"]
     pool, initial = run.server_state()["inner0.pool"], run.task.initial

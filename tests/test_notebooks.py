@@ -1,6 +1,4 @@
-"""The notebooks of the documentation: each runs from its first cell to its last, and shows what it shows
-on the page.
-"""
+"""The notebooks in the documentation run completely and produce the outputs on the page."""
 
 from __future__ import annotations
 
@@ -19,12 +17,13 @@ SHORTER = {
     '"rounds": 40': '"rounds": 10',
     "seeds=range(6)": "seeds=range(4)",
 }
-"""What a notebook computes, and as much of it as shows the same kinds of output."""
+"""Arguments in the notebooks, and smaller values that give the same kinds of output."""
 
 
 def shown(cell: Any) -> list[str]:
-    """The kinds of output of a cell, without the lines of runs that end, whose order and grouping
-    vary.
+    """Return the kinds of output of a cell.
+
+    Progress lines are ignored, because their order and grouping vary.
     """
     return [" ".join(sorted(output["data"])) for output in cell.outputs if "data" in output]
 
@@ -50,7 +49,7 @@ def test_a_notebook_runs_and_shows_what_it_shows(
     client = nbclient.NotebookClient(
         notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
     )
-    client.execute()  # raises the error of a cell
+    client.execute()  # raises errors from cells
     cells = [
         (executed, saved)
         for executed, saved in zip(notebook.cells, stored.cells, strict=True)

@@ -1,5 +1,6 @@
-"""Objectives: each against plain loops and in every engine; data, models and metrics that do not
-fit it.
+"""Objectives compared with plain loops in each engine.
+
+Also tests data, models and metrics that do not match an objective.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from fedloom.study.stored_runs import read_runs
 from fedloom.study.trials import run_trials
 from objective_support import KINDS, absolute, draw, make
 
-# --- plain loops, sample by sample and number by number ---
+# --- plain loops over samples and numbers ---
 
 
 def losses(kind: str, output: Tensor, target: Tensor) -> list[tuple[float, float]]:
@@ -128,7 +129,7 @@ def test_figures_of_classes() -> None:
 def test_figures_of_several_labels() -> None:
     outputs = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
     targets = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-    # 2 right, 1 too many, 1 missed; the third class is never right
+    # 2 correct, 1 false positive, 1 false negative; the third class has no true positive
     values = figures(Multilabel(), outputs, targets)
     assert values["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
     assert values["f1_macro"] == pytest.approx((1 + 1 + 0) / 3)
@@ -202,7 +203,7 @@ def test_r2_of_a_constant_column_is_0(value: float, clients: int) -> None:
 
 
 def _pooled_r2(outputs: Tensor, targets: Tensor, clients: int) -> float:
-    """Return r2 over clients of unequal size that count their samples apart."""
+    """Return r2 from separate counts of clients of unequal size."""
     data = Dataset(
         "far", Samples(outputs, targets), Samples(outputs, targets), objective=Regression()
     )
@@ -259,7 +260,7 @@ def test_engines_agree(
 
     rows = run(RowsEngine(task))
     agree(run(StackedEngine(task)))
-    if kind != "custom":  # workers cannot import what this file defines
+    if kind != "custom":  # workers cannot import this file
         agree(run(worker_processes))
         monkeypatch.setattr(worker_processes, "inside", "stacked")
         agree(run(worker_processes))
@@ -267,7 +268,7 @@ def test_engines_agree(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_client_trains_as_plain_torch_does(kind: str) -> None:
-    """One client that takes all samples in one batch, so that their order does not matter."""
+    """A client with one batch of all samples equals plain torch, independent of sample order."""
     samples, model, objective, classes = draw(kind)
     data = Dataset(
         kind, samples, samples[:0], classes, vocabulary=5 if kind == "sequence" else None, objective=objective,
@@ -539,11 +540,11 @@ def test_a_configuration_names_the_objective(tmp_path: Path) -> None:
     assert configured.resolved("fedavg", 0)["objective"] == "regression(kind=huber)"
 
 
-# --- metrics beside the objective's figures ---
+# --- metrics in addition to the objective's ---
 
 
 def median_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A user's metric that does not add up over samples."""
+    """A user metric that is not additive over samples."""
     return (outputs[:, 0] - targets[:, 0]).abs().median()
 
 
@@ -590,7 +591,7 @@ def test_a_metric_may_be_a_users_function() -> None:
         fl.run("fedavg", task, rounds=1, participation=1.0, engine=engine, personal_every=1)
         for engine in ("rows", "stacked")
     ]
-    objective = task.objective  # which says what the target's own units are
+    objective = task.objective  # it contains the scale of the target
     outputs, targets = map(
         objective.in_units, (runs[0].model(task.test.inputs).detach(), task.test.labels)
     )
@@ -642,7 +643,7 @@ def test_a_configuration_names_metrics_and_targets_of_them(tmp_path: Path) -> No
         )
     )
     assert [metric.name for metric in configured.task(0).dataset.metrics] == ["pearson_corrcoef"]
-    for objective in ("regression", None):  # what the data are
+    for objective in ("regression", None):  # None: the objective of the data
         with pytest.raises(
             FedloomError, match="unknown metric 'pearson_corcoef': did you mean 'pearson_corrcoef'"
         ):
@@ -652,7 +653,7 @@ def test_a_configuration_names_metrics_and_targets_of_them(tmp_path: Path) -> No
 
 
 def area(scores: Tensor, members: Tensor) -> float:
-    """The chance that a sample of the class has a higher score than one of the others."""
+    """Return the probability that a sample of the class has a higher score than another sample."""
     pairs = scores[members].unsqueeze(1) - scores[~members]
     return float(((pairs > 0).double() + (pairs == 0).double() / 2).mean())
 
@@ -671,7 +672,10 @@ def test_a_mean_over_classes_leaves_out_those_that_a_client_lacks(name: str) -> 
 
 
 def test_clients_without_a_defined_metric_are_left_out_of_the_mean() -> None:
-    """Three clients of 30, 20 and 10 samples, the last of one class, which ranks nothing."""
+    """Clients without a value do not affect the mean.
+
+    Three clients have 30, 20 and 10 samples. The last has only one class and thus no ranking.
+    """
     generator = torch.Generator().manual_seed(3)
     outputs, targets = torch.randn(60, 2, generator=generator), torch.arange(60) % 2
     targets[50:] = 1

@@ -1,5 +1,6 @@
-"""A loss of one's own in a classification, with accuracy and its friends: against a plain loop,
-everywhere, and used later.
+"""User-defined losses in a classification.
+
+Tests accuracy and related metrics against a plain loop, all engines and later use.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OPTIONS: dict[str, Any] = {"rounds": 3, "participation": 1.0, "evaluate_every": 
 
 
 def focal(outputs: Tensor, targets: Tensor) -> Tensor:
-    """-(1 - p)^2 log p of the true class, of each sample."""
+    """Return -(1 - p)^2 log p for each sample, with the probability p of the true class."""
     surprise = -outputs.log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
     return (1 - (-surprise).exp()).square() * surprise
 
@@ -210,7 +211,7 @@ average_loss = torch.zeros(())
 
 
 def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss that forgets to detach what it keeps of the last batch."""
+    """A loss with state that retains the gradient graph of the last batch."""
     global average_loss
     losses = focal(outputs, targets)
     average_loss = 0.9 * average_loss + 0.1 * losses.mean()

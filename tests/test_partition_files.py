@@ -1,4 +1,4 @@
-"""The partition type, its files, and each client's split into training and test samples."""
+"""Partition class, its files, and the division into training and test samples per client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from partition_support import histogram_by_loops, make, some_labels
 PROPERTIES = settings(max_examples=25, deadline=None)
 
 
-# The type
+# The class
 
 
 @PROPERTIES
@@ -43,7 +43,7 @@ def test_histogram_equals_counting_by_loops() -> None:
     assert partition.histogram(labels, 7).tolist() == histogram_by_loops(partition, labels, 7)
 
 
-# fixed: files
+# Files of `fixed`
 
 
 def test_a_saved_partition_comes_back(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
 
 
 class _Ran:
-    """Code that a hostile file would run."""
+    """Code from a hostile file."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path(tempfile.gettempdir()) / "fedloom-ran-code",))
@@ -190,8 +190,10 @@ def test_a_split_depends_on_the_seed_and_the_clients_own_samples_alone() -> None
 
 
 def test_a_split_takes_every_sample_and_pair_equally_often() -> None:
-    """Two of 8 neighbours are for testing: each with chance 1/4, each pair with chance 1/28, over
-    clients and seeds.
+    """Each sample and each pair has equal probability of selection for testing.
+
+    Each client tests on 2 of 8 neighbours. Over clients and seeds, the probabilities are 1/4 per
+    sample and 1/28 per pair.
     """
     clients = 28_000
     test = split_train_test(Partition.from_sizes(np.arange(8 * clients), np.full(clients, 8)), 11)[

@@ -1,4 +1,4 @@
-"""Partitions: properties of all of them, and those with equal labels or natural clients."""
+"""Partitions: common properties, equal label distributions and natural clients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# Every partition
+# All partitions
 
 
 def test_all_partitions_are_registered_with_a_summary() -> None:
@@ -81,7 +81,7 @@ def test_every_sample_has_exactly_one_client_and_every_client_a_sample(
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_first_samples_of_a_client_are_a_fair_sample(name: str) -> None:
-    """Sorted data stay sorted nowhere: the first half of every client has half of the low numbers."""
+    """With sorted data, the first half of each client has half of the low numbers."""
     labels = np.sort(some_labels(4000, 4))
     partition = make(name, labels, 4, 1, some_labels(4000, 4, seed=2), **OPTIONS[name])
     halves = [partition[client][: len(partition[client]) // 2] for client in range(4)]
@@ -169,8 +169,10 @@ def test_iid_balanced_gives_five_images_of_each_of_100_classes_to_100_clients() 
 
 
 def test_iid_labels_are_hypergeometric() -> None:
-    """1,000 clients of 20 out of 20,000 samples, half of which are class 1: mean 10, variance 20/4
-    (N - 20)/(N - 1).
+    """Label counts of IID clients have the hypergeometric variance.
+
+    1,000 clients have 20 of 20,000 samples each, and class 1 has half of the samples. The mean is
+    10 and the variance is 20/4 (N - 20)/(N - 1).
     """
     labels = np.arange(20_000) % 2
     class_counts = make("iid", labels, 1000).histogram(labels, 2)[:, 1]
@@ -191,8 +193,8 @@ def test_lognormal_sizes_follow_the_distribution() -> None:
     sizes = make("lognormal", labels, clients, sigma=sigma).sizes
     assert sizes.sum() == len(labels)
     logs = np.log(sizes)
-    # Scaled to the given sum, the logarithms centre on ln(n / N) - sigma^2 / 2, the mean of the
-    # distribution being 1.
+    # After scaling to the given sum, the mean logarithm is ln(n / N) - sigma^2 / 2, because the
+    # distribution has mean 1.
     assert logs.mean() == pytest.approx(
         math.log(500) - sigma**2 / 2, abs=5 * sigma / math.sqrt(clients)
     )
@@ -300,7 +302,7 @@ def test_natural_clients_may_be_several_groups_each() -> None:
         make("natural", labels, 2, 3, groups, together=12)
 
 
-# Sizes that differ, and similarity
+# Unequal sizes, and similarity
 
 
 @pytest.mark.parametrize(
@@ -331,8 +333,9 @@ def test_extreme_sizes_leave_every_client_a_sample() -> None:
 
 
 def test_quantity_shares_follow_the_dirichlet_distribution() -> None:
-    """The N shares ~ Dir(a) have variance (N - 1) / (N^2 (N a + 1)); with a large alpha, equal
-    sizes.
+    """The N shares ~ Dir(a) have variance (N - 1) / (N^2 (N a + 1)).
+
+    With a large alpha, the sizes are equal.
     """
     shares = (
         np.concatenate(
@@ -354,11 +357,11 @@ def test_similarity_goes_from_one_run_of_the_sorted_labels_to_iid() -> None:
         assert_each_sample_once(partition, 2000)
         assert set(partition.sizes.tolist()) == {100}
         counts = partition.histogram(labels, 10)
-        expected = 100 * share / 10  # of each class from the IID part
+        expected = 100 * share / 10  # per class, from the IID samples
         if share in (0.0, 0.1):
             assert (
                 (counts > 4 * expected + 1).sum(axis=1) <= 3
-            ).all()  # a run of 100 spans at most two or three classes
+            ).all()  # 100 consecutive samples contain at most two or three classes
         if share == 0.0:
             assert ((counts > 0).sum(axis=1) <= 3).all()
         if share == 1.0:

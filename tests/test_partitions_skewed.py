@@ -1,5 +1,6 @@
-"""The partitions with label skew, against naive recomputations and the distributions they draw
-from.
+"""Partitions with label skew.
+
+Compares them with naive implementations and with their theoretical distributions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PROPERTIES = settings(max_examples=25, deadline=None)
 def naive_dirichlet_counts(
     sizes: list[int], clients: int, alpha: float, rng: np.random.Generator
 ) -> list[list[int]]:
-    """Compute the definition in loops and lists, over the same draws."""
+    """Compute the definition in loops and lists from the same random numbers."""
     holdings: list[list[int]] = [[] for _ in range(clients)]
     for label, size in enumerate(sizes):
         takers = [i for i in range(clients) if len(holdings[i]) * clients < sum(sizes)]
@@ -76,7 +77,7 @@ def test_dirichlet_is_the_first_draw_that_reaches_the_minimum() -> None:
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 3.0])
 def test_dirichlet_shares_have_the_analytic_mean_and_variance(alpha: float) -> None:
-    """Client i's share of the first class is Beta(alpha, (N - 1) alpha)."""
+    """The share of client i in the first class is Beta(alpha, (N - 1) alpha)."""
     clients, repeats, size = 8, 4000, 10**9
     rng = np.random.default_rng(5)
     shares = (
@@ -88,7 +89,7 @@ def test_dirichlet_shares_have_the_analytic_mean_and_variance(alpha: float) -> N
     fourth = law.expect(lambda x: (x - law.mean()) ** 4)
     tolerance = 5 * math.sqrt((fourth - law.var() ** 2) / repeats)
     assert np.abs(shares.var(axis=0) - law.var()).max() < tolerance
-    # in bins: whole samples round the smallest shares to 0
+    # compare bins, because rounding to whole samples changes the smallest shares to 0
     edges = np.array([0, 1e-6, 1e-3, 0.01, 0.1, 0.4, 1])
     observed, expected = np.histogram(shares[:, 3], edges)[0], np.diff(law.cdf(edges)) * repeats
     observed, expected = observed[expected > 5], expected[expected > 5]
@@ -96,8 +97,9 @@ def test_dirichlet_shares_have_the_analytic_mean_and_variance(alpha: float) -> N
 
 
 def test_dirichlet_on_the_open_clients_is_the_renormalised_draw_over_all() -> None:
-    """The literal rule (draw for all, set to zero, renormalise) gives the same law of later classes
-    as `draw_counts`.
+    """`draw_counts` has the same distribution as the literal rule for later classes.
+
+    The literal rule draws for all clients, sets closed clients to zero and renormalises.
     """
     sizes, clients, alpha, repeats = np.array([4000, 4000, 4000]), 4, 0.5, 3000
     rng = np.random.default_rng(6)
@@ -165,8 +167,9 @@ def test_class_prior_equals_the_sequential_process(
 
 
 def test_turns_go_to_a_random_client_among_those_with_room() -> None:
-    """The law of all orders of 2 + 1 turns, by enumeration: 010 and 001 have chance 1/4 each, 100
-    has 1/2.
+    """The probabilities of all orders of 2 + 1 turns match an enumeration.
+
+    010 and 001 have probability 1/4 each, 100 has 1/2.
     """
     rng = np.random.default_rng(1)
     jobs = ["".join(map(str, draw_turns(np.array([2, 1]), rng))) for _ in range(4000)]
@@ -176,8 +179,9 @@ def test_turns_go_to_a_random_client_among_those_with_room() -> None:
 
 
 def test_class_prior_has_equal_sizes_and_shares_like_its_prior() -> None:
-    """A client's share of a class has the mean and variance of Dir(0.6), plus sampling, while no
-    class is used up.
+    """Clients have equal sizes, and the class shares have the mean and variance of Dir(0.6).
+
+    Sampling adds variance. The result applies while samples of each class remain.
     """
     clients, classes, alpha = 400, 5, 0.6
     priors = np.random.default_rng(2).dirichlet([alpha] * classes, size=clients)
@@ -196,7 +200,7 @@ def test_class_prior_has_equal_sizes_and_shares_like_its_prior() -> None:
     shares = partition.histogram(labels, classes) / partition.sizes[:, None]
     mean = 1 / classes
     variance = mean * (1 - mean) / (classes * alpha + 1)
-    # of the prior, and of 50 draws from it
+    # variance of the prior and of 50 draws
     expected_variance = variance + (mean * (1 - mean) - variance) / 50
     assert shares.var(axis=0).mean() == pytest.approx(expected_variance, rel=0.12)
 
@@ -319,8 +323,7 @@ def test_shards_are_runs_of_the_samples_sorted_by_label(
     shards = np.array_split(np.sort(labels), clients * per_client)
     assert_each_sample_once(partition, 200)
     assert np.ptp(partition.sizes) <= per_client
-    # Whatever shards a client holds, its classes are at most theirs; together the clients hold all
-    # shards.
+    # A client has at most as many classes as the shards with the most classes.
     widest = sorted((len(set(shard.tolist())) for shard in shards), reverse=True)[:per_client]
     assert max(len(set(labels[partition[client]].tolist())) for client in range(clients)) <= sum(
         widest

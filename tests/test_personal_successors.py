@@ -1,5 +1,6 @@
-"""FedBABU, FedRoD, APFL, FedProto, FedDBE, FedPAC, FedAS, pFedFDA and FedAH against plain loops,
-and their limiting cases.
+"""Newer personalised methods, compared with plain loops and in limiting cases.
+
+FedBABU, FedRoD, APFL, FedProto, FedDBE, FedPAC, FedAS, pFedFDA and FedAH.
 """
 
 from __future__ import annotations
@@ -191,8 +192,9 @@ def prototype_head(
 
 
 def pulled(z: Tensor, y: Tensor, prototypes: dict[int, Tensor]) -> Tensor:
-    """Return the mean square over batch and dimensions, 0 for samples of classes without a
-    prototype.
+    """Return the mean square over batch and dimensions.
+
+    Samples of classes without a prototype contribute 0.
     """
     gaps = [
         (z[k] - prototypes[c]).square().sum() if c in prototypes else 0 * z[k].sum()
@@ -296,7 +298,10 @@ def feddbe(setting: Setting, *, pull: float, beta: float) -> list[Moment]:
 
 
 def best_shares(quadratic: Tensor) -> Tensor:
-    """The minimum of a' Q a on the simplex, over every set of clients that may have a share."""
+    """Return the minimum of a' Q a on the simplex.
+
+    Tries each possible set of clients with a nonzero share.
+    """
     best, least = torch.zeros(len(quadratic)), float("inf")
     for size in range(1, len(quadratic) + 1):
         for chosen in map(list, itertools.combinations(range(len(quadratic)), size)):
@@ -488,7 +493,7 @@ def pfedfda(setting: Setting, *, shares: tuple[float, float], ridge: float) -> l
     return moments
 
 
-# --- against the loops ---
+# --- comparison with the loops ---
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch-norm"])
@@ -705,7 +710,7 @@ def test_pfedfda_at_both_ends(share: float, monkeypatch: pytest.MonkeyPatch) -> 
     same_head = torch.allclose(weights, weights[:1].expand_as(weights), atol=1e-9)
     assert same_head is (
         share == 0.0
-    )  # all clients share the global classifier up to the prior, or have one of their own
+    )  # heads are equal up to the prior only without personal heads
 
 
 def test_pfedfda_validates_the_shares_better_than_a_grid() -> None:
@@ -740,7 +745,7 @@ def test_pfedfda_validates_the_shares_better_than_a_grid() -> None:
     assert alone.tolist() == [0, 0]
 
 
-# --- engines, resumption, bytes, refusals ---
+# --- engines, resumption, bytes, errors ---
 
 EVERY = ["fedbabu", "fedrod", "apfl", "fedproto", "feddbe", "fedpac", "fedas", "pfedfda", "fedah"]
 

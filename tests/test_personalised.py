@@ -1,4 +1,4 @@
-"""The personalised methods against plain loops, round after round, and their limiting cases."""
+"""Personalised methods: comparison with plain loops in each round, and limiting cases."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def everybody(norm: bool = False, training: Training | None = None) -> World:
 
 
 def require_definition(world: World, expression: str, method: Method, **options: Any) -> Run:
-    """Require that a run of the expression gives the models of the naive `method`; return the run."""
+    """Run the expression, compare its models with the naive `method`, and return the run."""
     run = world.run(build(expression))
     assert not any(record["faults"] for record in run.federation.history)
     assert_same(run.moments, method(Setting(world, run.selected), **options))
@@ -55,12 +55,12 @@ def require_definition(world: World, expression: str, method: Method, **options:
 
 
 def assert_personal(run: Run) -> None:
-    """Assert that the clients' models differ from each other."""
+    """Assert that the first two clients have different models."""
     moment = run.moments[-1]
     assert not torch.allclose(moment.personal[0], moment.personal[1], atol=1e-4)
 
 
-# --- against plain loops ---
+# --- comparison with plain loops ---
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -227,7 +227,7 @@ def test_per_fedavg_without_the_hessian_follows_the_exact_product() -> None:
     run = world.run(build("per_fedavg(alpha=0.3, variant=hessian_free, delta=0.0001)"))
     exact = methods.per_fedavg(Setting(world, run.selected), alpha=0.3, hessian=True)
     assert_same(run.moments, exact, 1e-6)
-    # The correction is not negligible here.
+    # The second-order correction is significant.
     first_order = methods.per_fedavg(Setting(world, run.selected), alpha=0.3)
     assert not torch.allclose(first_order[-1].parameters, exact[-1].parameters, atol=1e-3)
 
@@ -260,7 +260,7 @@ def test_ditto_without_pull_is_local_training_beside_fedavg() -> None:
 def test_fedrep_without_head_epochs_leaves_the_heads() -> None:
     world = everybody()
     run = world.run(build("fedrep(head_epochs=0)"))
-    head = slice(-15, None)  # 4 x 3 weights and 3 biases are the last parameters
+    head = slice(-15, None)  # the last parameters are 4 x 3 weights and 3 biases
     for row in run.moments[-1].personal:
         assert torch.equal(row[head], vector(world.module)[head])
     assert not torch.allclose(run.moments[-1].parameters[:-15], vector(world.module)[:-15])
@@ -307,8 +307,9 @@ def test_apple_with_a_one_hot_relation_is_local_training() -> None:
 
 
 class Decided(PartialFed):
-    """PartialFed with a fixed strategy: `bias` puts the download's logits 1000 above or below the
-    local ones.
+    """PartialFed with a fixed strategy.
+
+    `bias` sets the logits of the download 1000 above or below the local logits.
     """
 
     bias = 1000.0
@@ -377,7 +378,7 @@ def test_averaged_buffers_make_silobn_fedavg() -> None:
     assert_same(run.moments, expected.moments, 1e-12)
 
 
-# --- the moment of evaluation ---
+# --- time of evaluation ---
 
 
 @pytest.mark.parametrize("expression", ["fedrep", "fedper", "per_fedavg"])
@@ -400,7 +401,7 @@ ALL = [
 
 @pytest.mark.parametrize("expression", ALL)
 def test_evaluation_changes_nothing(expression: str) -> None:
-    """A run with evaluations ends with the memory, statistics and model of one without."""
+    """Evaluations do not change the final memory, statistics and model of a run."""
     world = everybody(norm=True, training=PLAIN)
     evaluated = world.run(build(expression)).federation
     task = world.task()
@@ -415,7 +416,7 @@ def test_evaluation_changes_nothing(expression: str) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-# --- traffic, from the messages themselves ---
+# --- traffic in the messages ---
 
 
 @pytest.mark.parametrize(
@@ -429,7 +430,7 @@ def test_traffic_is_that_many_models_down_and_up(expression: str, down: int, up:
     world = everybody(training=PLAIN)
     size = 8 * len(vector(world.module))
     record = world.run(build(expression)).federation.history[-1]
-    beside = 5 * 8 * world.clients  # FedFomo's values and APPLE's shares: a number a model
+    beside = 5 * 8 * world.clients  # one number per model: FedFomo's values and APPLE's shares
     assert record["bytes_down"] - down * size * world.clients in (0, beside)
     assert record["bytes_up"] - up * size * world.clients in (0, beside)
 
@@ -439,9 +440,7 @@ def test_traffic_is_that_many_models_down_and_up(expression: str, down: int, up:
 def test_batch_norm_counters_stay_with_the_clients_of_partly_private_models(
     method: str, engine: type[RowsEngine]
 ) -> None:
-    """Each client's counter is the number of its own batches; it is neither sent nor counted as
-    traffic.
-    """
+    """Each client's counter counts its own batches, without any transfer or traffic."""
     task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
     local_engine = engine(task)
     run = Federation(
@@ -495,13 +494,13 @@ def test_only_shared_layers_travel(expression: str, parameters: int) -> None:
 
 def test_statistics_travel_only_when_they_are_averaged() -> None:
     world = everybody(norm=True)
-    averaged = 103 + 1  # with batch norm's mean, variance and count of batches
+    averaged = 103 + 1  # including the mean, variance and batch count of batch norm
     for expression, size in (("silobn", 91), ("silobn(buffers=average)", averaged), ("fedbn", 79)):
         record = world.run(build(expression)).federation.history[-1]
         assert record["bytes_down"] == record["bytes_up"] == 8 * size * 5, expression
 
 
-# --- refusals ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(
@@ -535,7 +534,8 @@ def test_pfedme_warns_of_overshooting() -> None:
 
 
 def test_an_absent_client_keeps_its_last_model_in_the_mixtures() -> None:
-    """A client that drops out leaves its last model with the server, and its memory as it was."""
+    """The server retains the last model of an absent client, and the client's memory is unchanged.
+    """
     world = everybody(training=PLAIN)
     for expression in ("fedamp", "apple", "fedfomo"):
         task = world.task()
@@ -559,7 +559,7 @@ def test_an_absent_client_keeps_its_last_model_in_the_mixtures() -> None:
         ("fedrep", True),
         ("fedper", True),
         ("lg_fedavg", True),
-        ("pfedfda", False),  # its head is computed from what travels
+        ("pfedfda", False),  # the head is computed from the transmitted tensors
         ("fedavg", False),
         ("ditto", False),
         ("fedmr", False),

@@ -1,4 +1,4 @@
-"""Pictures keep their levels and their orientation, and every file is used or named."""
+"""Images retain their levels and orientation, and the reader uses or reports each file."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_every_mode_keeps_its_levels_or_is_refused(mode: str, tmp_path: Path) ->
     picture = Image.fromarray(GREY).convert(mode)
     path = tmp_path / ("a.tif" if mode in ("CMYK", "I", "F") else "a.png")
     picture.save(path)
-    if mode in ("I", "F"):  # from 0 to 255: no rule says what their white is
+    if mode in ("I", "F"):  # 0 to 255: the white level is unknown
         with pytest.raises(DataError, match="levels from 0 to 255 of 32 bits have no rule"):
             decoded(path)
         return
     levels = len(np.unique(decoded(path)))
-    assert levels == (2 if mode in ("1", "I;16") else 64)  # 0 to 255 of 65535 is black
+    assert levels == (2 if mode in ("1", "I;16") else 64)  # in 16 bits, levels 0 to 255 are black
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -111,7 +111,7 @@ class Net(nn.Module):
 
 
 class PictureNet(nn.Module):
-    """A network with batch norm over pictures, which accepts a single one."""
+    """A network with batch norm over images. Batches of one image are possible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,8 +125,9 @@ class PictureNet(nn.Module):
 
 
 def test_pictures_train_one_by_one_with_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
-    """PyTorch accepts such batches, so that all samples take part: three clients of 7 samples make
-    7 steps in batches of one, and 4 in batches of two.
+    """All samples take part, because PyTorch accepts these batches of one image.
+
+    Three clients of 7 samples make 7 steps in batches of one and 4 steps in batches of two.
     """
     numbers = np.random.default_rng(0)
     samples = fl.Samples(numbers.normal(size=(21, 1, 6, 6)), np.arange(21) % 3)

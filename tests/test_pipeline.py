@@ -1,4 +1,7 @@
-"""Parts in a pipeline: combinations that would leak, checkpoints of stages, and where parts act."""
+"""Parts in a pipeline.
+
+Tests refused combinations that would leak data, checkpoints of stages and the hooks of parts.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from test_released import interrupted, sites
     "inside", ["{}(power_of_choice(fedavg), noise=1.0)", "power_of_choice({}(fedavg, noise=1.0))"]
 )
 def test_no_part_polls_clients_beside_the_privacy_of_another_one(inside: str, part: str) -> None:
-    """Candidates answer with losses of their samples, which no part clips or makes noisy."""
+    """Polls return losses of private samples without clipping and noise."""
     with pytest.raises(
         InvalidValue, match="clients would return losses without the privacy"
     ) as caught:
@@ -55,7 +58,7 @@ def test_no_part_polls_clients_in_a_later_stage_inside_privacy(part: str) -> Non
 
 @pytest.mark.parametrize("part", ["local_private", "dp_sgd"])
 def test_privacy_leaves_no_loss_to_choose_clients_by(part: str) -> None:
-    """Without a poll, it reads losses of training, which private clients do not report."""
+    """Without a poll, the part needs training losses, and private clients do not report them."""
     run = private_federation(f"{part}(power_of_choice(fedavg, ask=false), noise=1.0)", mode="fixed")
     run.run()
     assert bool(run.server_state()["inner0.losses"].isinf().all())
@@ -112,7 +115,7 @@ def test_privacy_of_one_stage_only_is_refused(expression: str, part: str) -> Non
     ],
 )
 def test_no_part_tells_apart_uploads_that_the_exchange_has_mixed(expression: str) -> None:
-    """An upload holds layers of several clients: its length and distances mean nothing."""
+    """A mixed upload has layers of several clients, so its length and distances are meaningless."""
     with pytest.raises(
         InvalidValue, match=r"^secure: .* needs the client of each upload"
     ) as caught:
@@ -155,7 +158,7 @@ def test_a_run_refuses_the_ledger_of_another_expression(tmp_path: Path) -> None:
 
 
 class Mortal(RowsEngine):
-    """The rows engine in a process that is killed in the middle of a round."""
+    """A rows engine in a process that is killed in the middle of a round."""
 
     last_round = 0
 
@@ -183,7 +186,7 @@ def staged(expression: str, directory: Path, killed_in: int = 0, rounds: int = 7
 
 
 def saved(directory: Path, number: int) -> Checkpoint:
-    """Return the newest checkpoint, which is of this round."""
+    """Return the newest checkpoint and assert its round."""
 
     def adopt(checkpoint: Checkpoint) -> None:
         assert checkpoint.round == number
@@ -205,7 +208,7 @@ def test_checkpoints_hold_no_pool_of_a_stage_that_has_not_begun_or_has_ended(
         run.step()
         run.save()
         state = saved(tmp_path, number).server
-        leading = 0 if number < 2 else 1 if number < 4 else 2  # of the next round
+        leading = 0 if number < 2 else 1 if number < 4 else 2  # in the next round
         stage = f"{path}inner{leading}."
         others = [
             name for name in state if name.startswith(f"{path}inner") and not name.startswith(stage)
@@ -214,7 +217,7 @@ def test_checkpoints_hold_no_pool_of_a_stage_that_has_not_begun_or_has_ended(
         assert {name: tensor.shape for name, tensor in state.items() if name.endswith("pool")} == (
             {} if leading == 1 else {f"{stage}pool": (participants, size)}
         )
-        initial = [f"{path}initial"] if leading else []  # the model that the stage started from
+        initial = [f"{path}initial"] if leading else []  # the initial model of the stage
         assert [name for name in state if name.endswith("initial")] == initial
         of_stages = [state[name] for name in state if name.startswith(stage) or name in initial]
         models = 1 if leading == 1 else participants
@@ -263,11 +266,11 @@ def test_a_run_killed_inside_a_later_stage_resumes_to_the_same_bytes(
         ).read_bytes(), name
 
 
-# --- where parts act ---
+# --- hooks of parts ---
 
 
 def part_classes() -> list[type[Part]]:
-    """Return fedloom's own parts, without those that tests have registered."""
+    """Return the parts of fedloom, without parts that tests have registered."""
     kinds = [entry.make for entry in algorithms if inspect.isclass(entry.make)]
     own = [kind for kind in kinds if kind.__module__.startswith("fedloom.")]
     return [kind for kind in own if issubclass(kind, Part)]
@@ -291,7 +294,7 @@ def registers(tree: ast.Module) -> bool:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Return the modules that a module imports anywhere; `from a import b` may import `a.b`."""
+    """Return all modules that a module imports. `from a import b` may import `a.b`."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -325,7 +328,7 @@ SETTINGS = {
     ],
     **{name: [f"{name}(fedavg, noise=1.0)"] for name in PRIVATE},
 }
-"""Settings of parts that may act in other hooks; one is enough for all others."""
+"""Settings of parts that can use other hooks. One setting is enough for all other parts."""
 
 
 @pytest.mark.parametrize("kind", part_classes(), ids=lambda kind: kind.__name__)
@@ -371,7 +374,7 @@ def test_hooks_are_functions_of_a_part() -> None:
 
 @pytest.mark.parametrize("name", ["deploy", "personalise", "complete"])
 def test_a_method_that_decides_what_clients_use_is_personal(name: str) -> None:
-    """Each of these functions may give clients another model than the global one."""
+    """Each of these functions can change the model that a client uses."""
     own = type("Own", (FedAvg,), {name: lambda self, *arguments: arguments[-1]})
     assert is_personal(own())
     assert Pipeline(own()).personal

@@ -1,10 +1,11 @@
-"""One method object, every place: rows, processes, stacks, Ray and Flower end with the same model
-and count the same bytes.
+"""A method gives the same model and byte counts in each engine.
 
-Five rounds on the digits, six clients of which three take part in each, a model with statistics,
-integer buffers and dropout. Flower is its app's own functions with messages that travel as bytes;
-real processes are in test_flower_sites.py. A representative set of methods runs in `make test`, the
-others in `make chaos`.
+Engines: rows, processes, stacks, Ray and Flower.
+
+The runs have five rounds on the digits data, and three of six clients take part in each round. The
+model has batch statistics, integer buffers and dropout. Flower means the functions of its app with
+messages as bytes; test_flower_sites.py uses real processes. `make test` runs a representative set
+of methods, and `make chaos` runs the others.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ SHARED = {"processes": "worker_processes", "ray": "ray_actors"}
 
 
 QUICK = {"ray": ("fedmr", "umf(feddc)"), "processes": ("fedmr", "umf(feddc)", "secure(fedmr)")}
-"""Of the representative methods, what runs in `make test`; test_processes.py runs all methods, on
-another model.
-"""
+"""Representative methods in `make test`. test_processes.py runs all methods on another model."""
 
 
 def _cases() -> Iterator[Any]:
@@ -106,7 +105,7 @@ def test_every_place_gives_the_numbers_of_rows(
         pytest.skip(
             "bytes and counters of batches come with another round: tests/test_flower_asynchronous.py"
         )
-    # sites are asked nothing before a round
+    # sites do not support a poll before a round
     if place == "flower" and getattr(build(algorithm), "ask", False):
         algorithm = f"{algorithm.removesuffix(')')}, ask=false)"
     if place == "flower":
@@ -119,7 +118,7 @@ def test_every_place_gives_the_numbers_of_rows(
         )
         federation = _in(engine, algorithm, model)
     expected = on_rows(algorithm, model)
-    # What real sites exchange is counted as it is carried, in envelopes.
+    # Real sites count peer bytes in transit, with envelopes.
     assert_close(federation, expected, except_for={"peer_bytes"} if place == "flower" else set())
     assert not any(record["faults"] for record in federation.history)
     assert federation.client_history
@@ -131,7 +130,7 @@ WRAPPED = [
     ("lowrank(local_private(fedmr, noise=0.5), rank=1)", "fixed"),
     ("sparse(dp_sgd(fedbuff(fedprox, k=2), noise=0.5), share=0.2)", "fixed"),
 ]
-"""Privacy, codes and asynchronous steps, on a model without batch norm, which they do not take."""
+"""Privacy, codes and asynchronous steps. They require a model without batch norm."""
 
 
 @pytest.mark.parametrize(

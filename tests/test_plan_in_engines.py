@@ -1,4 +1,4 @@
-"""The client half of a method sees the same plan and the same round in every engine."""
+"""The client half of a method receives the same plan and round in each engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ROUND = Round(
 
 
 def seen_by_clients(engine: LocalEngine) -> list[dict[str, dict[str, str]]]:
-    """Return the plan and the round that each client sees in this engine."""
+    """Return the plan and the round of each client in this engine."""
     engine.begin(TASK, None)
     method = Reporting()
     method.setup(replace(PLAN))

@@ -1,5 +1,6 @@
-"""Pools in files: the bits of those in memory, two copies between rounds, and intact whatever
-happens in a round.
+"""Pools in files equal pools in memory.
+
+Two copies exist between rounds, and interruptions in a round do not damage them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from test_checkpoint import Killed, disk
 
 ROW = 4 * small_task().layout.size
 BUDGET = 2 * ROW
-"""Two models: a pool of six lies in a file, and so does a pool of six and a mean."""
+"""Two models. Larger pools are in files, both six models and six models with a mean."""
 
 
 def federation(
@@ -84,7 +85,7 @@ def test_numbers_are_those_of_a_pool_in_memory(
     assert outcome(in_memory) == outcome(on_disk)
     assert in_files(on_disk) == tensors
     assert in_files(in_memory) == set()
-    assert on_disk._pools._next >= 3  # files that were made
+    assert on_disk._pools._next >= 3  # number of created files
     repeated = federation(method, tmp_path, **settings)
     assert repeated.finished == 4
     assert outcome(repeated)[0] == outcome(in_memory)[0]
@@ -109,9 +110,7 @@ def test_files_are_two_between_rounds_and_three_within_one(
 
 
 def test_a_checkpoint_keeps_every_matrix_that_it_moves_to_a_file(tmp_path: Path) -> None:
-    """Making room for the second one must not take the first one's file, which no tensor of the run
-    lies in.
-    """
+    """Creating the second file preserves the first file, although no tensor of the run uses it."""
     federation("fedbuff(fedavg, k=2)", tmp_path).run()
     assert len(files(tmp_path)) == 2
     repeated = federation("fedbuff(fedavg, k=2)", tmp_path)
@@ -155,7 +154,7 @@ def test_a_killed_round_leaves_the_pool_before_it(
         with pytest.raises(Killed):
             run.step()
     assert (tmp_path / "killed" / "pool" / name).read_bytes() == original
-    assert len(files(tmp_path / "killed")) == 2  # of the one checkpoint, and in the making
+    assert len(files(tmp_path / "killed")) == 2  # the file of the checkpoint and an incomplete file
     del run
     repeated = federation(method, tmp_path / "killed")
     assert repeated.finished == 2
@@ -164,7 +163,7 @@ def test_a_killed_round_leaves_the_pool_before_it(
 
 
 def _kill(patch: pytest.MonkeyPatch, when: str) -> None:
-    """Let this step of a round write half of what it writes, and then end the process."""
+    """Raise `Killed` in this step of a round. Steps on a pool write half of their data first."""
 
     def half(pool: Tensor, *_: Any) -> None:
         pool[:3, ::2] = 7.0

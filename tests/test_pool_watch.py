@@ -1,4 +1,4 @@
-"""A pool whose models come apart is noticed, and one that does well is not."""
+"""Pools with diverging models cause a notice, and healthy pools do not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def notices(*phases: Iterator[dict[str, Any]], labels: torch.Tensor = LABELS) ->
     for phase in phases:
         for record in phase:
             watch.update(record)
-            watch.update({"round": 0, "training_loss": 0.1})  # one without evaluation
+            watch.update({"round": 0, "training_loss": 0.1})  # a round without evaluation
     return watch.notices
 
 
@@ -60,19 +60,19 @@ FLAT, FALLING, RISING = (
 
 def test_a_model_that_stays_at_chance_while_clients_learn() -> None:
     assert notices(rounds(GUESSING, FLAT)) == [CAME_APART]
-    assert notices(rounds(GUESSING * 3, FLAT * 3)) == [CAME_APART]  # once
+    assert notices(rounds(GUESSING * 3, FLAT * 3)) == [CAME_APART]  # only one notice
     assert notices(rounds([0.18] * 8, FLAT)) == [CAME_APART]
     assert notices(rounds([0.2] * 8, FLAT)) == []
     assert notices(rounds([0.6] * 8, FLAT), labels=torch.tensor([0, 0, 0, 1, 2])) == [
         CAME_APART
-    ]  # the most frequent class
+    ]  # the accuracy of the most frequent class
 
 
 def test_a_model_that_loses_half_of_what_it_had_learned() -> None:
     assert notices(rounds(LEARNT, FALLING), rounds(FALLEN, RISING)) == [CAME_APART]
-    # before the pool
+    # first phase without a pool
     assert notices(rounds(LEARNT, FALLING, similarity=None), rounds(FALLEN, RISING)) == [CAME_APART]
-    # (0.1 + 0.8) / 2 is the limit
+    # (0.1 + 0.8) / 2 is the threshold
     assert notices(rounds(LEARNT, FALLING), rounds([0.5] * 8, RISING)) == []
     assert notices(rounds(FALLEN, RISING)) == []
 
@@ -81,8 +81,8 @@ def test_a_model_that_loses_half_of_what_it_had_learned() -> None:
     "records",
     [
         rounds(GUESSING[:7], FLAT[:7]),  # too few evaluations
-        rounds(GUESSING, FALLING),  # the loss still falls
-        rounds(GUESSING, FLAT, training_loss=2.1),  # the clients do not learn either
+        rounds(GUESSING, FALLING),  # the loss still decreases
+        rounds(GUESSING, FLAT, training_loss=2.1),  # the clients do not learn
         rounds(GUESSING, FLAT, similarity=0.81),
         rounds(GUESSING, FLAT, similarity=None),  # no pool
     ],
@@ -97,7 +97,7 @@ def test_what_json_cannot_express_is_left_out() -> None:
 
 
 def early(progress: list[float | None], rounds: int = 40, every: int = 1) -> list[str]:
-    """The notices of a run of `rounds` that shows these T / S at its evaluations."""
+    """Return the notices of a run with these T / S at its evaluations."""
     watch = PoolWatch(LABELS, rounds)
     for k, ratio in enumerate(progress, 1):
         watch.update(
@@ -110,15 +110,15 @@ def early(progress: list[float | None], rounds: int = 40, every: int = 1) -> lis
 def test_a_pool_with_more_spread_than_common_progress_after_15_percent_of_the_rounds_is_noticed_once() -> (
     None
 ):
-    # the first evaluation that counts is that of round 6 of 40
+    # the first evaluation that counts is in round 6 of 40
     (notice,) = early([0.2] * 5 + [0.79] + [0.3] * 30)
     assert "T / S = 0.79 after 6 of 40 rounds" in notice
     assert early([0.2] * 5 + [0.8] + [0.3] * 30) == []
     assert early([0.2] * 5) == []
-    assert early([None] + [0.3] * 30) == []  # two stages, which the measurements do not speak of
+    assert early([None] + [0.3] * 30) == []  # two stages: not covered by the measurements
     assert early([0.3] * 19, rounds=19) == []
-    assert len(early([0.3] * 4, every=8)) == 1  # evaluated at 20 % for the first time
-    assert early([0.3] * 4, every=11) == []  # at 28 %
+    assert len(early([0.3] * 4, every=8)) == 1  # first evaluation after 20 % of the rounds
+    assert early([0.3] * 4, every=11) == []  # first evaluation after 28 %
 
 
 def test_the_ratio_is_the_common_progress_over_the_variance_of_the_pool() -> None:
@@ -138,14 +138,15 @@ def test_the_ratio_is_the_common_progress_over_the_variance_of_the_pool() -> Non
     assert run.history[-1]["pool_progress"] == pytest.approx(common / spread, rel=1e-5)
     assert "pool_progress" not in run.history[0]
     blended = fl.run("fedmr(blend=0.5)", small_task(), rounds=1, evaluate_every=1)
-    assert "pool_progress" not in blended.history[-1]  # of which nothing was measured
+    assert "pool_progress" not in blended.history[-1]  # no measurements
     one_model = fl.run("fedmr", small_task(), rounds=1, participation=0.01, evaluate_every=1)
     assert one_model.history[-1]["pool_progress"] is None  # one model has no spread
 
 
 def digits(method: str, rate: float, until: int, alpha: float = 0.1) -> Federation:
-    """Twenty clients, ten a round, whose labels differ; until the pool comes apart or for `until`
-    rounds.
+    """Train twenty clients with different labels, ten per round.
+
+    The run stops when the pool diverges, or after `until` rounds.
     """
     task = make_task(
         "digits", clients=20, partition=f"dirichlet({alpha})", model="mlp(hidden=[64, 64, 64])",
@@ -165,9 +166,9 @@ def digits(method: str, rate: float, until: int, alpha: float = 0.1) -> Federati
 def test_long_steps_drive_a_pool_apart_and_the_run_says_so() -> None:
     run = digits("fedmr", 0.3, 200)
     assert run.notices[1:] == [CAME_APART]
-    assert "T / S = 0." in run.notices[0]  # of round 30, long before
+    assert "T / S = 0." in run.notices[0]  # from round 30, long before
     accuracies = [record["accuracy"] for record in run.history]
-    # where the pool goes depends on how a processor rounds
+    # the final models depend on the rounding of the processor
     assert accuracies[-1] < 0.6 * max(accuracies)
     assert run.history[-1]["pool_cosine"] < 0.7
 
@@ -201,7 +202,7 @@ def test_the_terminal_the_record_and_the_report_say_it_once(
     monkeypatch.setattr(pool_watch, "SIMILARITY", 2.0)
     monkeypatch.setattr(pool_watch, "EVALUATIONS", 2)
     monkeypatch.setattr(PoolWatch, "_has_come_apart", lambda self: True)
-    for number in (4, 6):  # the second time it goes on after round 4
+    for number in (4, 6):  # the second run continues after round 4
         result = fl.run(
             method,
             small_task(),
@@ -213,7 +214,7 @@ def test_the_terminal_the_record_and_the_report_say_it_once(
     lines = json_lines(tmp_path / "timings.jsonl")
     rounds = [line["round"] for line in lines if CAME_APART in line.get("notices", ())]
     assert rounds == [2]
-    # and where the run goes on
+    # the notice also appears when the run resumes
     assert [record.message for record in caplog.records].count(CAME_APART) == 2
     page = render("A run", [result.summary])
     assert page.count("(seed 0 in round 2): the models of the pool have come apart") == 1

@@ -1,5 +1,6 @@
-"""Pools of runs: what stops, fails or is killed does so alone, and nothing outlives the process
-that started it.
+"""Pools of runs.
+
+A run that stops, fails or is killed does not affect others, and no process outlives its parent.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def jobs(folder: Path, rounds: int = ROUNDS) -> list[RunJob]:
 
 
 def rounds(job: RunJob) -> list[int]:
-    """The rounds of a run whose figures were written."""
+    """Return the rounds of a run with written metrics."""
     file = job.path / "metrics.jsonl"
     return (
         [json.loads(line)["round"] for line in file.read_text().splitlines()]
@@ -102,9 +103,7 @@ if __name__ == "__main__":
     print(*engine.processes, *(process.pid for process in pool.processes.values()), flush=True)
     sys.stdin.read()
 """
-"""A program whose workers find another torch, under the folder given, and never come to an end of
-importing it.
-"""
+"""Workers of this program import another torch from the given folder and never finish it."""
 
 
 def test_workers_that_are_still_starting_end_with_their_parent(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Maths of model pools against plain loops, and the invariants of recombination."""
+"""Computations on model pools compared with plain loops, and invariants of recombination."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_of(count: int, width: int, seed: int) -> torch.Tensor:
 
 
 def units_of(width: int, seed: int) -> list[tuple[slice, ...]]:
-    """Draw random units: each a few disjoint slices; together they cover the row."""
+    """Draw random units of a few disjoint slices that together cover the row."""
     generator = torch.Generator().manual_seed(seed)
     cuts = sorted({0, width, *torch.randint(0, width + 1, (5,), generator=generator).tolist()})
     pieces = [slice(a, b) for a, b in itertools.pairwise(cuts)]
@@ -44,7 +44,7 @@ def test_recombination_is_one_permutation_a_unit(count: int, width: int, seed: i
     units = units_of(width, seed)
     original = rows.clone()
     result = recombine_(rows.clone(), units, torch.Generator().manual_seed(seed))
-    # the input is left alone, and shares no memory with the result
+    # the input is unchanged and does not share memory with the result
     assert torch.equal(rows, original)
     assert result.data_ptr() != rows.data_ptr()
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ def test_recombination_is_one_permutation_a_unit(count: int, width: int, seed: i
 def test_recombination_preserves_sums_and_squared_distances(
     count: int, width: int, seed: int
 ) -> None:
-    """Lemma 4.4, in exact arithmetic: math.fsum does not round on the way."""
+    """Lemma 4.4 holds in exact arithmetic, because math.fsum has no intermediate rounding."""
     rows = rows_of(count, width, seed).double()
     result = recombine_(rows.clone(), units_of(width, seed), torch.Generator().manual_seed(seed))
     anchor = rows_of(1, width, seed + 1)[0].double()
@@ -84,8 +84,9 @@ def test_a_pool_of_one_model_is_unchanged() -> None:
 
 
 def test_permutations_are_uniform() -> None:
-    """The source of model 0's unit is uniform over 3,000 draws: chi-square with 3 degrees of
-    freedom, 0.1 % level.
+    """The source of model 0's unit is uniform over 3,000 draws.
+
+    Chi-square test with 3 degrees of freedom at the 0.1 % level.
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(4.0)[:, None].expand(4, 2).contiguous()
@@ -123,7 +124,7 @@ def test_means_and_distances_equal_plain_loops(count: int, width: int, seed: int
 
 
 def mean_of_pairs(rows: torch.Tensor) -> float:
-    """Return the mean cosine over all pairs, pair by pair; a single row counts as 1."""
+    """Return the mean cosine over all pairs. A single row counts as 1."""
     cosines = []
     for a, b in itertools.combinations(rows.double().tolist(), 2):
         lengths = math.hypot(*a) * math.hypot(*b)
@@ -150,7 +151,7 @@ def test_the_mean_cosine_in_one_pass_equals_all_pairs(
     )
     if with_zeros:
         rows[::3] = 0
-    rows = rows[:, :width]  # a part of longer rows, as the trainable parameters are
+    rows = rows[:, :width]  # the width of the trainable parameters in longer rows
     cosine = mean_cosine_similarity(rows)
     assert cosine.dtype == dtype
     assert -1 <= float(cosine) <= 1
@@ -169,7 +170,7 @@ def test_a_pool_of_equal_and_one_of_opposite_models() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that is made."""
+    """Records the number of elements of the largest new tensor."""
 
     numbers = 0
 

@@ -1,5 +1,6 @@
-"""Preprocessing of raw data to model inputs: fitted, saved as JSON, compared, and applied to new
-rows.
+"""Conversion of raw data to model inputs.
+
+Tests fitting, JSON files, comparison and new rows.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def test_moments_leave_out_empty_cells() -> None:
     assert moments.count.tolist() == expected.count().tolist()
     assert moments.mean.tolist() == pytest.approx(expected.mean().tolist())
     assert moments.deviation[:2].tolist() == pytest.approx(expected.std(ddof=0).tolist()[:2])
-    assert moments.deviation[2] == 1  # a column that never varies
+    assert moments.deviation[2] == 1  # a constant column
 
 
 def pa_table(frame: pd.DataFrame) -> Any:
@@ -177,7 +178,7 @@ def test_empty_cells_become_the_mean_if_training_filled_them_so() -> None:
     inputs, notices = task.dataset.preprocessing.apply(frame.iloc[[2, 3]].drop(columns=["cost"]))
     assert not notices
     assert inputs[0, 0] == 0
-    # a category of its own: None, between N and e
+    # None is a separate category, between N and e
     assert inputs[1, 1:5].tolist() in ([0, 1, 0, 0], [1, 0, 0, 0])
     assert bool(torch.isfinite(task.train.inputs).all())
 

@@ -1,6 +1,4 @@
-"""Differential privacy: clipping, the amount and the source of the noise, its cost in epsilon, and
-refused methods.
-"""
+"""Differential privacy: clipping, amount and source of the noise, epsilon and refused methods."""
 
 from __future__ import annotations
 
@@ -77,8 +75,9 @@ def run_federation(expression: Any, **options: Any) -> Federation:
 
 
 class Recorded(FedAvg):
-    """FedAvg with client updates of norm `length`; stores the replies that the server half
-    received.
+    """FedAvg with client updates of norm `length`.
+
+    Stores the replies that the server half received.
     """
 
     length = 1.0
@@ -129,7 +128,7 @@ def test_the_change_of_the_model_is_bounded_by_the_clip(length: float, clip: flo
     start = trained.model().clone()
     record, _ = trained.step()
     moved = float((trained.model() - start).double().norm())
-    # Six clients are expected, and the divisor is six whoever came.
+    # The divisor is the expected number of clients, six, for any number of replies.
     assert moved == pytest.approx(len(record["clients"]) * min(length, clip) / 6, rel=1e-3)
     assert len(inner.received) == 6
 
@@ -138,7 +137,7 @@ def test_the_change_of_the_model_is_bounded_by_the_clip(length: float, clip: flo
 
 
 def noise_of(method: Accounted, inner: Recorded, participation: float = 0.5) -> Tensor:
-    """Return the noise on the mean, or on a client's upload, of updates that are zero."""
+    """Return the noise on the mean, or on the uploads, from updates that are zero."""
     inner.length = 0.0
     trained = federation(method, participation=participation)
     start = trained.model().clone()
@@ -149,14 +148,14 @@ def noise_of(method: Accounted, inner: Recorded, participation: float = 0.5) -> 
 def test_noise_has_the_stated_variance() -> None:
     inner = Recorded()
     central = noise_of(Private(inner, clip=0.5, noise=2.0), inner)
-    # the inner method receives the noisy mean in place of every reply
+    # all replies to the inner method equal the noisy mean
     assert bool((central == central[0]).all())
     assert float(central[0].std()) == pytest.approx(2.0 * 0.5 / 6, rel=0.1)
     assert abs(float(central[0].mean())) < 4 * 2.0 * 0.5 / 6 / math.sqrt(650)
     inner = Recorded()
     local = noise_of(LocalPrivate(inner, clip=0.5, noise=2.0), inner)
     assert float(local.std()) == pytest.approx(2.0 * 0.5, rel=0.05)
-    # each client adds its own
+    # clients add independent noise
     assert float(torch.corrcoef(local).fill_diagonal_(0).abs().max()) < 0.2
 
 
@@ -167,7 +166,7 @@ def test_noise_without_a_generator_is_normal_and_never_repeats() -> None:
         ordered = values.sort().values
         expected = torch.distributions.Normal(0, 1).cdf(ordered.float())
         distance = (expected - (torch.arange(4000) + 0.5) / 4000).abs().max()
-        # Kolmogorov and Smirnov: one failure in a thousand
+        # Kolmogorov-Smirnov test with a false alarm probability of 0.001
         assert float(distance) < 1.95 / math.sqrt(4000)
 
 
@@ -198,7 +197,7 @@ def test_poisson_sampling_selects_clients_independently() -> None:
         [[client in clients for client in range(10)] for clients in drawn]
     ).double()
     assert bool(((counts.mean(0) - 0.3).abs() < 4 * math.sqrt(0.21 / 400)).all())
-    # fixed participation has none
+    # fixed participation has zero variance
     assert float(counts.sum(1).var()) == pytest.approx(10 * 0.21, rel=0.3)
     pairs = torch.cov(counts.T).fill_diagonal_(0)
     assert float(pairs.abs().max()) < 4 * 0.21 / math.sqrt(400)
@@ -212,7 +211,7 @@ def test_a_round_without_clients_counts_as_a_release() -> None:
         epsilon(1.0, 1 / 12, k, 1e-5) for k in range(1, 13)
     ]
     models = [record["loss"] for record in trained.history]
-    assert len(set(models)) == len(models)  # each round moved the model
+    assert len(set(models)) == len(models)  # the model changes in each round
 
 
 def test_methods_that_need_as_many_clients_in_every_round_are_refused() -> None:
@@ -224,11 +223,11 @@ def test_methods_that_need_as_many_clients_in_every_round_are_refused() -> None:
     assert run_federation("fedmut").finished == run_federation("umf(scaffold)").finished == 4
 
 
-# --- cost in epsilon ---
+# --- epsilon ---
 
 PUBLISHED = [
-    # McMahan et al. 2018, table 1: users, clients in a round, epsilon after 5000 rounds with noise
-    # 1 at delta 1e-9
+    # McMahan et al. 2018, table 1: users, clients per round, and epsilon after 5000 rounds with
+    # noise 1 at delta 1e-9
     (763_430, 5000, 4.634),
     (763_430, 1667, 2.314),
     (763_430, 1250, 2.038),
@@ -243,8 +242,8 @@ def test_epsilon_equals_a_published_table(users: int, clients: int, published: f
     accountant = rdp.RdpAccountant(ORDERS)
     event = library.PoissonSampledDpEvent(clients / users, library.GaussianDpEvent(1.0))
     accountant.compose(event, 5000)
-    # The paper turns Renyi divergences into epsilon as Abadi et al. 2016 did; today's theorem gives
-    # less.
+    # The paper converts Renyi divergences to epsilon as in Abadi et al. 2016. The current theorem
+    # gives a smaller epsilon.
     as_then = min(
         divergence + math.log(1e9) / (order - 1)
         for divergence, order in zip(accountant._rdp, accountant._orders, strict=True)
@@ -256,8 +255,9 @@ def test_epsilon_equals_a_published_table(users: int, clients: int, published: f
 
 
 def test_epsilon_equals_the_librarys_example() -> None:
-    """Abadi et al. 2016 and the library's documentation: q = 0.01, noise 4, 10,000 steps; tight by
-    FFT: 0.947.
+    """Epsilon equals an example of Abadi et al. 2016 and the library's documentation.
+
+    q = 0.01, noise 4, 10,000 steps. The tight bound from FFT is 0.947.
     """
     assert epsilon(4.0, 0.01, 10_000, 1e-5) == pytest.approx(1.0355, abs=1e-4)
     assert epsilon(0.0, 0.01, 1, 1e-5) == math.inf
@@ -280,7 +280,7 @@ def test_local_epsilon_is_that_of_the_client_that_was_selected_most_often() -> N
     assert trained.history[-1]["epsilon"] == epsilon(2.0, 1.0, max(taken), 1e-5)
     assert isinstance(trained.algorithm, LocalPrivate)
     assert trained.algorithm.state["releases"].tolist() == taken
-    assert "training_loss" not in trained.history[-1]  # which tells of a client's data
+    assert "training_loss" not in trained.history[-1]  # it would reveal client data
 
 
 def test_a_spent_budget_ends_the_run_and_no_resume_refills_it(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_spent_budget_ends_the_run_and_no_resume_refills_it(tmp_path: Path) ->
     done = len(result.history)
     assert 2 < done < 30
     assert result.history[-1]["epsilon"] <= 3.0 < epsilon(2.0, 0.5, done + 1, 1e-5)
-    # evaluated although no evaluation was due
+    # the last round has an evaluation outside the schedule
     assert result.history[-1]["accuracy"] == result.accuracy
     assert any(
         "budget is spent" in text for timing in result.timings for text in timing.get("notices", ())
@@ -346,13 +346,13 @@ def test_the_clip_follows_the_lengths_of_updates() -> None:
     for _ in range(40):
         trained.step()
         clips.append(trained.history[-1]["clip"])
-    # nobody was below, up to noise
+    # no update was below the clip, up to noise
     assert clips[0] == pytest.approx(0.1 * math.exp(-0.5 * (0 - 0.5)), rel=0.15)
     assert 2 < clips[-1] < 5
     assert trained.history[-1]["epsilon"] == epsilon(0.1, 1.0, 40, 1e-5)
 
 
-# --- refused: methods that would leak more than epsilon says ---
+# --- refused methods: the leak would exceed epsilon ---
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def test_expressions_that_would_break_the_guarantee_are_refused(
 def test_the_order_of_parts_makes_no_difference_to_privacy(
     expression: str, swapped: str, mode: str
 ) -> None:
-    """Parts act at their moments of a round: clients clip what they upload in both orders."""
+    """Clients clip their uploads in both orders, because parts have fixed times in a round."""
     first, second = (run_federation(text, mode=mode) for text in (expression, swapped))
     assert first.history == second.history
     assert torch.equal(first.model(), second.model())
@@ -450,7 +450,7 @@ def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(
     def config(noise: float, folder: str) -> dict[str, Any]:
         options = run_config(method.format(noise), tmp_path / folder, rounds=2)
         text = options["configuration"].replace('"flower_support:NormNet"', '"mlp(hidden=[4])"')
-        # all samples: sites draw batches of their own
+        # use full batches, because sites draw other batches
         text = text.replace("batch_size = 8", "batch_size = 1000")
         return {
             **options,
@@ -474,7 +474,7 @@ def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(
         return trained.model()
 
     torch.testing.assert_close(model(0.0, "plain"), in_a_simulation(0.0), rtol=0, atol=1e-5)
-    # With the run's streams, whoever knows the seed could subtract the noise.
+    # The noise does not come from the run's streams, because the seed could then reveal it.
     assert float((model(1.0, "noisy") - in_a_simulation(1.0)).norm()) > 1e-3
 
 

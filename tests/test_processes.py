@@ -1,5 +1,6 @@
-"""The processes engine gives the numbers of the rows engine, whatever dies; and leaves nothing
-behind, however it ends.
+"""The processes engine gives the numbers of the rows engine after any failure.
+
+It leaves no processes or files after any kind of end.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def engine(worker_processes: ProcessesEngine) -> ProcessesEngine:
     return worker_processes
 
 
-# --- the same numbers ---
+# --- equal numbers ---
 
 
 @pytest.mark.parametrize("expression", EVERY_METHOD)
@@ -116,7 +117,7 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
     def counted(shape: Any, dtype: torch.dtype) -> Tensor:
         nonlocal live
         tensor = empty(shape, dtype)
-        if dtype.is_floating_point:  # a few integers of each client are kept
+        if dtype.is_floating_point:  # a few integers of each client remain
             created.append(weakref.ref(tensor))
         live = max(live, sum(reference() is not None for reference in created))
         return tensor
@@ -127,8 +128,8 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
     )
     assert_same(federation, run(KeepsClientMemory(), RowsEngine(many), task=many, rounds=2))
     blocks = samples // 4
-    assert len(created) == 2 * blocks  # in two rounds
-    assert live <= 3 < blocks  # two workers, two clients ahead for each
+    assert len(created) == 2 * blocks  # for two rounds
+    assert live <= 3 < blocks  # two workers, and two clients ahead per worker
 
 
 @pytest.mark.parametrize(
@@ -433,7 +434,7 @@ def test_a_tensor_in_shared_memory_is_written_to_from_the_other_end() -> None:
         assert ours.tolist() == [7, 7, 7]
 
 
-# --- nothing outlives the parent ---
+# --- no process outlives the parent ---
 
 HEAD = """
 import sys, time
@@ -472,7 +473,10 @@ GUARDED = "if __name__ == '__main__':\n    work(Own())\n"
 
 
 def shared_files() -> set[str]:
-    """Names in shared memory but for semaphores, which other programs make and drop all the time."""
+    """Return file names in shared memory.
+
+    Semaphores are excluded, because other programs often create and delete them.
+    """
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
@@ -495,7 +499,7 @@ def test_workers_end_with_their_parent_however_it_ends(
         output = parent.stderr.read()
         assert parent.wait() == -sent_signal
     assert gone_soon(workers), "a worker outlived its parent"
-    # the script's own
+    # only the traceback of the script
     assert output.count("Traceback") == (1 if sent_signal == signal.SIGINT else 0)
     assert "leaked" not in output
     assert "Warning" not in output
@@ -513,7 +517,7 @@ def is_alive(process: int) -> bool:
 def test_a_program_may_define_its_own_method_and_is_not_run_again_in_workers(
     tmp_path: Path,
 ) -> None:
-    """Neither a guard around what starts the run nor even a file is needed."""
+    """The program needs neither a guard around the start of the run nor a file."""
     program = HEAD.format(seconds=0.0, workers=1) + "work(Own())\n"
     for command in (
         script(tmp_path, "work(Own())\n"),
@@ -526,8 +530,10 @@ def test_a_program_may_define_its_own_method_and_is_not_run_again_in_workers(
 
 
 def test_settings_that_hold_already_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To set whether algorithms are deterministic imports PyTorch's compiler, which takes as long
-    as PyTorch itself.
+    """Existing settings are not set again.
+
+    Setting deterministic algorithms imports PyTorch's compiler, and this takes as long as importing
+    PyTorch.
     """
     calls: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)

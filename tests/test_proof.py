@@ -1,5 +1,6 @@
-"""Every engine trains as a plain PyTorch loop, for any module and settings; shortcuts that do not
-are left out, with a notice.
+"""Each engine equals a plain PyTorch loop for any module and settings.
+
+Engines omit shortcuts that give other results and report this in a notice.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def task_of(module: nn.Module, training: Training = TRAINING) -> Task:
 
 
 def by_plain_pytorch(task: Task, seed: int) -> dict[str, Tensor]:
-    """Train every client by a loop of torch.optim; return the mean model, weighted by samples."""
+    """Train each client by a loop of torch.optim.
+
+    Returns the mean model, weighted by samples.
+    """
     models, training = [], task.training
     settled = {
         name: getattr(training, name) for name in ("batch_size", "epochs", "steps", "drop_last")
@@ -137,7 +141,7 @@ def test_every_kind_of_layer_trains_as_in_plain_pytorch(layer: str, make: type[R
     task = task_of(build_module(("linear", layer, "relu")))
     engine = make(task)
     assert_plain(task, engine)
-    # The first two cannot be batched; hooks of a backward pass do nothing under vmap.
+    # The first two do not support batching, and vmap ignores hooks of a backward pass.
     stacks = layer not in ("spectral norm", "weight norm", "backward hook")
     assert (engine.proof.unstackable is None) == (stacks or make is RowsEngine)
     assert bool(engine.notices) == (engine.proof.unstackable is not None)
@@ -152,8 +156,8 @@ SETTINGS = st.one_of(
         momentum=st.sampled_from([0.5, 0.9]),
         optimizer_options=st.sampled_from([{}, {"dampening": 0.3}, {"nesterov": True}]),
     ),
-    # With a large eps, since these divide by the size of the gradient, and that of a bias before a
-    # norm is rounding alone.
+    # Use a large eps, because these optimizers divide by the size of the gradient. The gradient of
+    # a bias before a norm consists only of rounding errors.
     st.builds(
         dict,
         optimizer=st.sampled_from(["adam", "adamw", "adagrad", "rmsprop", "adamax"]),
@@ -187,7 +191,7 @@ def test_every_engine_trains_as_plain_pytorch(
     seed: int,
 ) -> None:
     if not wide and "optimizer" in optimizer:
-        optimizer = {}  # in float32 these blow up rounding where a gradient is zero
+        optimizer = {}  # in float32, these amplify rounding errors of zero gradients
     training = Training(
         learning_rate=0.02, epochs=2, weight_decay=weight_decay, clip=clip, batch_size=batch_size,
         drop_last=drop_last, **optimizer,
@@ -223,7 +227,7 @@ def test_complex_parameters_are_refused_in_one_line(engine: str) -> None:
         make_engine(engine, task_of(Complex()))
 
 
-# --- a shortcut that gives other numbers is left out, and the run says so ---
+# --- shortcuts that change the numbers are omitted with a notice ---
 
 
 def spoilt_fold(monkeypatch: pytest.MonkeyPatch) -> Task:

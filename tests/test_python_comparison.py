@@ -1,6 +1,4 @@
-"""Comparisons in Python: the same runs as the command, with objects of a script or a notebook, and
-their results.
-"""
+"""Comparisons in Python: equal to the command, with user objects, and their results."""
 
 from __future__ import annotations
 
@@ -162,7 +160,7 @@ def test_an_interrupted_comparison_continues_and_repeats_nothing(
     result = fl.compare(
         METHODS, small_task(), seeds=(3, 4), directory=tmp_path / "parts", **OPTIONS
     )
-    assert steps[0] == 5 + 12 - 4  # the round that was interrupted, and those after it
+    assert steps[0] == 5 + 12 - 4  # the interrupted round and all later rounds
     longer = fl.compare(
         METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "parts", **OPTIONS
     )

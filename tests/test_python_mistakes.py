@@ -1,6 +1,4 @@
-"""What is given as an object in Python: models, losses, training, partitions; and what a mistake is
-answered.
-"""
+"""Objects as Python arguments: models, losses, training and partitions, and error messages."""
 
 from __future__ import annotations
 
