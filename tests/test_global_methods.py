@@ -255,7 +255,7 @@ def fedexp(world: World, rounds: Rounds, epsilon: float, by_clients: bool) -> It
 
 
 def sharp(world: World, rounds: Rounds, rho: float, eta: float | None) -> Iterator[State]:
-    """Yield the models of FedSAM with SAM (`eta` is None) or ASAM."""
+    """Yield the models of SAM (`eta` is None) or ASAM on the clients."""
     state = world.initial()
     for number, clients in enumerate(rounds, start=1):
         uploads = []

@@ -232,7 +232,7 @@ def test_upper_blocks_have_the_sizes_of_fedalas_table_6() -> None:
 
 
 FLATTENING = {"logistic", "mlp", "mcmahan_2nn", "feddc_fcn"}
-OTHER = {"fasttext", "projected"}  # for tokens; for any input
+OTHER = {"fasttext", "projected"}  # for tokens; for the data of its inner model
 IMAGE_MODELS = sorted({case.name for case in CASES} - FLATTENING - OTHER)
 
 

@@ -323,7 +323,7 @@ def test_shards_are_runs_of_the_samples_sorted_by_label(
     shards = np.array_split(np.sort(labels), clients * per_client)
     assert_each_sample_once(partition, 200)
     assert np.ptp(partition.sizes) <= per_client
-    # A client has at most as many classes as the shards with the most classes.
+    # The shards with the most classes limit the number of classes of a client.
     widest = sorted((len(set(shard.tolist())) for shard in shards), reverse=True)[:per_client]
     assert max(len(set(labels[partition[client]].tolist())) for client in range(clients)) <= sum(
         widest

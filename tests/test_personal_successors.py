@@ -710,7 +710,7 @@ def test_pfedfda_at_both_ends(share: float, monkeypatch: pytest.MonkeyPatch) -> 
     same_head = torch.allclose(weights, weights[:1].expand_as(weights), atol=1e-9)
     assert same_head is (
         share == 0.0
-    )  # heads are equal up to the prior only without personal heads
+    )  # share 0: the global head up to the prior; share 1: personal heads
 
 
 def test_pfedfda_validates_the_shares_better_than_a_grid() -> None:

@@ -534,8 +534,7 @@ def test_pfedme_warns_of_overshooting() -> None:
 
 
 def test_an_absent_client_keeps_its_last_model_in_the_mixtures() -> None:
-    """The server retains the last model of an absent client, and the client's memory is unchanged.
-    """
+    """The server retains an absent client's last model, and the client's memory is unchanged."""
     world = everybody(training=PLAIN)
     for expression in ("fedamp", "apple", "fedfomo"):
         task = world.task()

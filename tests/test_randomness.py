@@ -1,4 +1,4 @@
-"""Streams are named, so they do not depend on where or when they are drawn."""
+"""Named random streams do not depend on the place or time of a draw."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def test_other_names_give_other_seeds() -> None:
 
 
 def test_no_two_of_300_000_streams_agree() -> None:
-    """Seeds of 32 bits would make about n^2 / 2^33 pairs of n streams agree: 10 here."""
+    """No pair of streams has equal seeds.
+
+    Seeds of 32 bits would give about n^2 / 2^33 equal pairs among n streams, here 10.
+    """
     names = [(round, client) for round in range(300) for client in range(1000)]
     seeds = (
         np.array([stream_seed(0, "batches", round=r, client=c) for r, c in names], dtype=np.uint64)
@@ -92,7 +95,7 @@ def test_the_global_generator_is_a_stream_for_a_while() -> None:
 
 
 def test_streams_are_stable_over_versions() -> None:
-    """Written down once: another value would change every published result."""
+    """The stored values must not change, because a change alters all published results."""
     assert torch.randint(
         1000, (4,), generator=stream(42, "batches", round=3, client=11)
     ).tolist() == [
@@ -117,9 +120,9 @@ def test_selection_is_uniform_without_replacement() -> None:
         assert len(set(chosen)) == 4
         counts[list(chosen)] += 1
         first_slots[chosen[0]] += 1
-    # chi-square, 9 degrees of freedom, 0.1 %
+    # chi-square test, 9 degrees of freedom, 0.1 %
     assert float(((counts - 800) ** 2 / 480).sum()) < 27.9
-    # any client is as likely in the first slot
+    # each client is equally likely in the first slot
     assert float(((first_slots - 200) ** 2 / 200).sum()) < 27.9
 
 
@@ -159,7 +162,7 @@ def test_batches_by_steps_short_batches_and_drops() -> None:
 
 
 class DrawsAlways(nn.Module):
-    """A model that forgets to turn its dropout off in evaluation mode."""
+    """A model with dropout that remains active in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Learning rates by round, by step and by client; optimizers of the user.
+"""Learning rates by round, step and client, and user optimizers.
 
-A round with torch's scheduler: test_fedavg.py.
+test_fedavg.py tests a round with a scheduler from torch.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def test_a_users_optimizer_sees_the_models_tensors(kind: type[torch.optim.Optimi
 
 
 def test_schedules_scale_the_rate_of_each_group_of_parameters() -> None:
-    """As the schedulers of torch do, in one local training with a falling rate."""
+    """A local training with decreasing rate equals one with the schedulers of torch."""
     task = replace(
         small_task(own_test=False),
         model=nn.Linear(5, 4),
@@ -208,8 +208,9 @@ def test_schedules_scale_the_rate_of_each_group_of_parameters() -> None:
 
 
 class OwnRates(FedAvg):
-    """FedAvg in which client i trains at i tenths of the round's rate, and client 0 at the full
-    rate.
+    """FedAvg with client-specific rates.
+
+    Client i trains at i tenths of the round's rate, and client 0 at the full rate.
     """
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:

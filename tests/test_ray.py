@@ -1,7 +1,7 @@
-"""The Ray engine gives the numbers of the rows engine, whatever dies; and leaves nothing behind.
+"""The Ray engine gives the numbers of the rows engine after any failure.
 
-Two actors on a local cluster serve all tests. That methods give the numbers of other places:
-test_places.py.
+It leaves no processes or files. Two actors on a local cluster serve all tests. test_places.py
+compares the methods with other engines.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def digits() -> Task:
     )
 
 
-# --- the same numbers ---
+# --- equal numbers ---
 
 
 def test_statistics_dropout_and_new_clients_are_the_same_to_the_bit(engine: RayEngine) -> None:
@@ -168,14 +168,14 @@ def test_replies_may_be_written_to_even_where_they_are_what_was_sent(engine: Ray
         assert torch.equal(repeated[reply.job.client].tensors["model"], model)
 
 
-# --- what travels ---
+# --- transfers ---
 
 
 def test_a_round_puts_what_all_are_sent_once_and_fetches_one_answer_a_share(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm = set_up(engine, FedAvg())
-    list(engine.train(algorithm, *jobs(engine)))  # both actors are there
+    list(engine.train(algorithm, *jobs(engine)))  # wait until both actors have started
     put, got = [], []
     real_put, real_get = engine._ray.put, engine._ray.get
 
@@ -234,8 +234,9 @@ def test_tensors_of_every_kind_travel() -> None:
 def test_actors_that_start_slowly_are_waited_for_and_a_line_says_so(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The new actor's process is stopped for a while: whatever is set in seconds passes, and
-    nothing is wrong.
+    """A slow start of an actor causes a notice and no error.
+
+    The process of the new actor is stopped until all limits in seconds have passed.
     """
     monkeypatch.setattr(driver, "NOTICE_SECONDS", 0.5)
     monkeypatch.setattr(driver, "GROWTH_SECONDS", 0.5)
@@ -325,7 +326,7 @@ def test_a_round_left_early_disturbs_nothing(engine: RayEngine) -> None:
     assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
-# --- what a user may say ---
+# --- user settings ---
 
 
 @pytest.mark.parametrize(
@@ -437,7 +438,7 @@ def test_the_command_runs_on_ray_and_goes_on_elsewhere(
     captured = capsys.readouterr()
     assert "3 rounds" in captured.out
     assert "ray" not in captured.err.lower()
-    assert main(["run", "job.toml", "engine=ray(workers=2)"]) == 0  # the same run: it is finished
+    assert main(["run", "job.toml", "engine=ray(workers=2)"]) == 0  # the run is already finished
     monkeypatch.chdir(tmp_path.parent)
     assert (
         main(["run", str(tmp_path / "job.toml"), "engine=rows", f"directory={tmp_path / 'rows'}"])
@@ -449,7 +450,7 @@ def test_the_command_runs_on_ray_and_goes_on_elsewhere(
     assert log.read_text() == expected_log.read_text()
 
 
-# --- nothing is left behind ---
+# --- no processes or files remain ---
 
 
 @pytest.mark.minutes
@@ -458,7 +459,7 @@ def test_a_program_keeps_its_own_cluster_and_one_started_for_it_goes_when_it_is_
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with tempfile.TemporaryDirectory(prefix="r") as short:  # Ray's sockets have no room for more
+    with tempfile.TemporaryDirectory(prefix="r") as short:  # short path for Ray's sockets
         command = [sys.executable, "-W", "error", str(tmp_path / "script.py"), short]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -482,7 +483,10 @@ sys.stdin.read()
 def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray may leave this process alive; its actors then never answer."""
+    """A dead node causes an error with instructions.
+
+    Ray may keep this process alive, but its actors do not answer.
+    """
     algorithm = set_up(engine, FedAvg())
     list(engine.train(algorithm, *jobs(engine)))
     monkeypatch.setattr(engine.session, "raylet", SimpleNamespace(is_running=lambda: False))

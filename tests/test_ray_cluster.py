@@ -1,5 +1,6 @@
-"""Runs on a Ray cluster of several nodes that others have started: one node dies in a round, then
-the head.
+"""Runs on an external Ray cluster of several nodes.
+
+One node dies in a round, and then the head dies.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ batch_size = 5
 
 
 def start(nodes: int) -> Any:
-    """A cluster whose nodes are processes of this machine, each with one core, beside a head with
-    none.
+    """Start a cluster of one head without cores and nodes with one core each.
+
+    The nodes are processes of this machine.
     """
     from ray.cluster_utils import Cluster
 
@@ -62,7 +64,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The model of a run without Ray."""
+    """Return the model of a run without Ray."""
     folder = tmp_path_factory.mktemp("rows")
     (folder / "job.toml").write_text(JOB)
     assert (
@@ -86,7 +88,7 @@ def model(folder: Path) -> bytes:
 
 @pytest.fixture
 def runs() -> Iterator[Runs]:
-    """The runs that a test began; whatever of them still runs when it has ended is killed."""
+    """Collect the runs of a test, and kill all active runs at its end."""
     runs: Runs = []
     yield runs
     for run in runs:
@@ -95,7 +97,7 @@ def runs() -> Iterator[Runs]:
 
 
 def begin(runs: Runs, folder: Path, cluster: Any, workers: int) -> subprocess.Popen[str]:
-    """`fedloom run` on the cluster, in a process of its own."""
+    """Start `fedloom run` on the cluster in a separate process."""
     (folder / "job.toml").write_text(JOB)
     engine = f'engine=ray(address="{cluster.address}", workers={workers})'
     command = [
@@ -116,8 +118,9 @@ def begin(runs: Runs, folder: Path, cluster: Any, workers: int) -> subprocess.Po
 
 
 def rounds_saved(folder: Path) -> list[int]:
-    """The rounds of the checkpoints below a folder. Names that vanish while it is read, such as a
-    file being written, are passed over, which `Path.glob` does not do.
+    """Return the rounds of all checkpoints below a folder.
+
+    Unlike `Path.glob`, this skips files that disappear during the listing, such as temporary files.
     """
     names = [
         name for _, _, names in os.walk(folder) for name in names if name.startswith("checkpoint-")
@@ -128,7 +131,7 @@ def rounds_saved(folder: Path) -> list[int]:
 
 
 def at_round(number: int, folder: Path, run: subprocess.Popen[str]) -> None:
-    """Wait until the run has ended this round, and not yet all."""
+    """Wait until the run has finished this round. Assert that the run is still active."""
     while max(rounds_saved(folder), default=0) < number:
         assert run.poll() is None
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Runs of a comparison in Ray tasks: the same as here, each with its own fate."""
+"""Runs of a comparison in Ray tasks equal local runs and fail independently."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_runs_in_tasks_are_those_made_here_and_fail_alone(
 def test_a_node_that_has_died_is_told_with_how_to_go_on(
     noticed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both if its workers are silent and if Ray has already noticed."""
+    """The error is the same for silent workers and for a failure that Ray has noticed."""
     ray = MagicMock()
     ray.exceptions.RayError = ConnectionError
     ray.wait.side_effect = lambda calls, timeout: (

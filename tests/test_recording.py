@@ -1,4 +1,7 @@
-"""Recordings against plain loops; a run is the same without them, and a kill loses nothing."""
+"""Recordings compared with plain loops.
+
+Recordings do not change a run, and a killed run loses no recordings.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ class Witness(FedAvg):
 
 
 def naive_loss(task: Task, row: Tensor, client: int) -> float:
-    """Return the mean cross entropy on a client's training samples, one at a time."""
+    """Return the mean cross entropy on a client's training samples, one sample at a time."""
     module = task.module(row).eval()
     losses = []
     for index in task.partition[client]:
@@ -213,7 +216,7 @@ def test_models_in_line_or_too_few_span_no_plane() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a run with everything recorded, `whole`, and the same run without, `bare`."""
+    """Make a run with all recordings, `whole`, and the same run without recordings, `bare`."""
     folder = tmp_path_factory.mktemp("recorded")
     run(folder / "whole", ALL)
     run(folder / "bare", ())
@@ -245,8 +248,9 @@ def test_the_run_is_the_same_without_recording(folder: Path) -> None:
 
 
 def killed_in_round(directory: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave a run as a kill would: the round's recordings and figures are written, the checkpoint
-    is rounds behind.
+    """Leave the state of a run after a kill.
+
+    The recordings and metrics of the round exist, and the checkpoint is some rounds older.
     """
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -316,7 +320,7 @@ def test_the_report_shows_recordings(folder: Path) -> None:
     names = ("objective", f"ala-3-{method}", f"trajectory-2-{method}")
     drawn = [data[name]["variants"][""]["data"] for name in names]
     by_kind = {entry["kind"]: entry for entry in summary.recorded}
-    assert len(drawn[1]) == len(by_kind["ala"]["rounds"])  # a line a round
+    assert len(drawn[1]) == len(by_kind["ala"]["rounds"])  # one line per round
     assert drawn[2][0]["type"] == "contour"
     assert len(by_kind["trajectory"]["surface"]) == 3
     assert "What was recorded" not in render("Bare", [RunDirectory(folder / "bare").summary()])

@@ -1,5 +1,6 @@
-"""Recordings of full models (similarity, local models against the global one, landscape) against
-plain loops.
+"""Recordings of full models, compared with plain loops.
+
+Similarity, local models compared with the global model, and landscape.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from small_task import small_task
 
 
 class Watched:
-    """Stores each round's uploads by slot and the state after the round."""
+    """Stores the uploads by slot and the final state of each round."""
 
     def setup(self, plan: Any) -> None:
         super().setup(plan)  # type: ignore[misc]
@@ -72,7 +73,7 @@ def naive_cosine(rows: list[Tensor]) -> float:
 def naive_score(
     task: Task, row: Tensor, indices: list[int], test: bool = False
 ) -> tuple[float, float]:
-    """Return accuracy and loss on the named samples, one at a time."""
+    """Return accuracy and loss on the samples at these indices, one sample at a time."""
     module, samples = task.module(row).eval(), task.test if test else task.train
     hits, losses = 0, []
     for index in indices:
@@ -141,7 +142,7 @@ def test_local_models_and_their_aggregate_are_scored_on_the_test_set(method: Any
 
 
 def naive_normalised(direction: Tensor, model: Tensor, layout: Layout) -> list[float]:
-    """Scale the direction to the model's norm, filter by filter, in plain Python."""
+    """Scale the direction to the model's norm for each filter, in plain Python."""
     result = [0.0] * layout.size
     for entry in layout.slices:
         if entry.stop > layout.trainable or len(entry.shape) < 2:
@@ -190,7 +191,7 @@ def test_the_landscape_is_the_loss_around_the_final_model(data: str) -> None:
     assert (landscape["samples"], landscape["data"]) == (11, data)
     assert landscape["accuracy"] == pytest.approx(accuracy)
     assert landscape["loss"] == pytest.approx(loss, rel=1e-5)
-    # the middle is the model itself
+    # the center is the model itself
     assert landscape["surface"][2][2] == pytest.approx(loss, rel=1e-5)
     assert landscape["x"] == landscape["y"] == [-0.5, -0.25, 0.0, 0.25, 0.5]
     x_axis, y_axis = (

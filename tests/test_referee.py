@@ -1,5 +1,6 @@
-"""The referee names the mistakes planted in plain PyTorch loops of three methods, and finds none in
-correct ones.
+"""The referee finds mistakes in plain PyTorch loops of three methods.
+
+It reports no mistakes in correct loops.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ sys.path.insert(0, str(ROOT / "examples" / "referee"))
 loops: Any = __import__("loops")
 trace_files: Any = __import__("trace_files")
 
-# The round, the client, the step and the tensor that a mistake shows in first, and its name in the
+# Per mistake: round, client, step and tensor of the first difference, and the name among the
 # causes.
 NAMED = {
     ("fedavg", "order of batches"): (r"round 1, client \d, local step 0: samples", "order of batches"),
@@ -54,7 +55,7 @@ NAMED = {
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[fl.Task, Path]]:
-    """Record fedloom's task and trace of each method."""
+    """Record a trace of each method. Return the tasks and the folders."""
     runs = {}
     for method, expression in loops.METHODS.items():
         task, folder = loops.task_for(method), tmp_path_factory.mktemp(method) / "run"
@@ -136,14 +137,15 @@ def test_a_run_is_the_same_with_recorded_steps(method: str, engine: str, tmp_pat
             key.role == "after"
             and (following := key._replace(stage=str(int(key.stage) + 1), role="before")) in trace
         ):
-            # a second training begins where it likes
+            # a second training may start from any model
             sent = trace.get(key._replace(stage="in", role="model"))
             assert np.array_equal(trace[key], trace[following]) or method == "ditto", (key, sent)
 
 
 def test_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    """Every recorded step is the gradient of the recorded loss at the recorded weights, on the
-    recorded samples.
+    """Each recorded step is the gradient of the recorded loss.
+
+    The comparison uses the recorded weights and samples.
     """
     task = loops.task_for("scaffold")
     fl.run("fedavg", task, rounds=2, participation=0.5, record=["steps"], directory=tmp_path)
@@ -218,7 +220,7 @@ def test_the_copied_file_reads_what_it_writes(written: Path) -> None:
 
 
 def change(folder: Path, number: int, **arrays: Any) -> Path:
-    """Return a copy of a trace with other arrays in a round; None removes one."""
+    """Return a copy of a trace with other arrays in a round. None removes an array."""
     copied = folder.with_name("changed")
     shutil.copytree(folder, copied)
     path = models_file(copied, number)
@@ -260,7 +262,7 @@ def test_a_damaged_trace_is_refused_in_one_line(
     content: bytes, written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models_file(written, 2).write_bytes(content)
-    if content[:1] != b"\x02":  # which is an empty file of tensors
+    if content[:1] != b"\x02":  # b"\x02" is an empty file of tensors
         with pytest.raises(DataError, match="is no file of a trace"):
             Trace(written)
         assert main(["paper", "referee", str(written), str(written)]) == 2
@@ -287,7 +289,7 @@ def test_traces_without_a_common_tensor_are_refused(written: Path) -> None:
 
 
 def two_rounds(folder: Path, **changes: Any) -> Path:
-    """Write a trace of two rounds with two clients, in which `changes` are other arrays by key."""
+    """Write a trace of two rounds with two clients. `changes` replaces arrays by key."""
     rng = np.random.default_rng(0)
     writer = trace_files.TraceWriter(folder)
     start = [rng.normal(size=6), rng.normal(size=6), rng.normal(size=6)]

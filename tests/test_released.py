@@ -1,4 +1,7 @@
-"""The ledger of private releases: no kill, cut or flipped bit makes a run forget its spent budget."""
+"""Ledger of private releases.
+
+After a kill, truncation or a flipped bit, a run still counts its spent budget.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def test_a_run_whose_ledger_does_not_reach_its_rounds_is_refused(
 def test_an_error_of_the_system_leaves_the_ledger_as_it_was(
     target: Any, name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a full disk nor too many open files cost an existing line."""
+    """A full disk or too many open files do not remove existing lines."""
     path = filled(tmp_path)
     content, opened = path.read_bytes(), ledger(tmp_path, evidence=2)
 
@@ -125,7 +128,7 @@ def test_an_error_of_the_system_leaves_the_ledger_as_it_was(
 
 
 class Sites(RowsEngine, RemoteClients):
-    """Clients as sites, of which one `fails` in the middle of a round."""
+    """Clients as sites. If `fails` is True, one site fails in the middle of a round."""
 
     largest_share = 1.0
     fails = False
@@ -143,7 +146,7 @@ def sites(expression: str, folder: Path, rounds: int = 4) -> Federation:
 
 
 def interrupted(expression: str, folder: Path) -> None:
-    """Run two rounds and a half."""
+    """Run two rounds and kill the third in the middle."""
     folder.mkdir()
     federation = sites(expression, folder)
     for _ in range(2):
@@ -176,7 +179,7 @@ def test_rounds_that_are_repeated_over_sites_are_counted_again(
     resumed = sites(expression, tmp_path / "run")
     assert resumed.finished == 2 - damaged
     assert len(_finished(resumed).history) == 4
-    # four rounds, one that was killed, the repeated ones
+    # four rounds, the killed round and the repeated rounds
     assert resumed.history[-1]["epsilon"] == costs[4 + damaged]
     assert (
         _finished(sites(expression, tmp_path / "run", rounds=5)).history[-1]["epsilon"]
@@ -232,7 +235,7 @@ def test_noise_that_was_chosen_for_all_rounds_does_not_last_for_repeated_ones(
 
 
 def test_a_simulation_needs_no_ledger(tmp_path: Path) -> None:
-    """Its noise comes from the run's streams: a repeated round releases the same numbers."""
+    """The noise comes from the run's streams, so a repeated round releases the same numbers."""
     _finished(
         Federation(
             build(METHODS[0]),

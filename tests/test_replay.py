@@ -1,6 +1,4 @@
-"""Bundles: what is in them, that they are run again to the same bytes, what a replay answers
-otherwise, and hostile files.
-"""
+"""Bundles: contents, byte-identical replay, differences and hostile files."""
 
 from __future__ import annotations
 
@@ -66,7 +64,10 @@ learning_rate = 0.3
 
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """`fed("paper", "bundle", "runs/job")` is (exit code, stdout, stderr) of the command in an empty folder."""
+    """Return a function that runs the command in an empty folder.
+
+    For example, `fed("paper", "bundle", "runs/job")` returns (exit code, stdout, stderr).
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     return saying(capsys)
@@ -74,7 +75,7 @@ def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle of a comparison."""
+    """Return the bundle of a comparison."""
     folder = tmp_path_factory.mktemp("compared")
     (folder / "job.toml").write_text(JOB)
     assert main(["compare", str(folder / "job.toml"), f"directory={folder / 'job'}", "-q"]) == 0
@@ -88,7 +89,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def packed(path: Path, files: dict[str, bytes], **about: Any) -> Path:
-    """Write a bundle with these files, whose digests are right."""
+    """Write a bundle with these files and correct digests."""
     listed = json.loads(files["bundle.json"]) | about
     payload = {name: content for name, content in files.items() if name != "bundle.json"}
     listed["files"] = {name: digest(content) for name, content in payload.items()}
@@ -99,7 +100,7 @@ def packed(path: Path, files: dict[str, bytes], **about: Any) -> Path:
 
 
 def edited(path: Path, source: Path, name: str, edit: Callable[[Any], Any]) -> Path:
-    """Write a bundle in which the JSON of every run's file `name` is edited."""
+    """Write a bundle with edits in the JSON file `name` of each run."""
     files = contents(source)
     for full in files:
         if full.endswith(f"/{name}"):
@@ -143,7 +144,7 @@ def test_a_replay_gives_the_same_bytes_and_says_so(compared: Path, fed: Say) -> 
     code, out, err = fed("paper", "replay", str(compared), "-q")
     assert (code, err) == (0, "")
     assert out.count("the same bytes") == 2
-    code, out, _ = fed("paper", "replay", str(compared), "-q")  # what is finished is read
+    code, out, _ = fed("paper", "replay", str(compared), "-q")  # reads the finished runs
     assert (code, out.count("the same bytes")) == (0, 2)
 
 
@@ -218,15 +219,15 @@ def test_a_figure_within_the_spread_of_the_seeds_is_told_from_one_beyond(
     spread = max(abs(finals[0] - finals[2]), abs(finals[1] - finals[3])) * 2**0.5
     test_samples = json.loads(contents(compared)["runs/0/task.json"])["test_samples"]
     gap = 0.9 * spread
-    assert gap > 4 / test_samples + 2e-3  # else it is float tolerance
+    assert gap > 4 / test_samples + 2e-3  # larger than the float tolerance
     packed(Path("within.zip"), seeds_apart(contents(elsewhere), gap, 0))
     _, out, _ = fed("paper", "replay", "within.zip", "-q")
     assert "within the seeds' spread" in out
-    # With the same versions and processor nothing excuses a difference.
+    # With equal versions and processor, each difference counts.
     packed(Path("forged.zip"), seeds_apart(contents(compared), gap, 0))
     code, out, _ = fed("paper", "replay", "forged.zip", "-q")
     assert (code, out.count("different")) == (1, 2)
-    # Seeds that the bundle invents make no spread.
+    # Invented seeds in the bundle do not increase the spread.
     packed(Path("invented.zip"), seeds_apart(contents(elsewhere), 0.02, 0.5))
     code, out, _ = fed("paper", "replay", "invented.zip", "-q")
     assert (code, out.count("different")) == (1, 2)
@@ -306,7 +307,10 @@ class Half(FedAvg):
 
 
 def run_apart(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """The command in a process of its own, so that it has imported no module of another folder."""
+    """Run the command in a separate process.
+
+    The process has not imported modules of another folder.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "fedloom", *arguments],
         cwd=folder,
@@ -421,7 +425,7 @@ def test_nothing_is_downloaded(fed: Say, tmp_path: Path, monkeypatch: pytest.Mon
         == 0
     )
     assert fed("paper", "bundle", "runs/job/fedavg/seed-0", "--to", "mnist.zip")[0] == 0
-    monkeypatch.setitem(sys.modules, "datasets", None)  # asking the hub would fail
+    monkeypatch.setitem(sys.modules, "datasets", None)  # a request to the hub would fail
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
     code, _, err = fed("paper", "replay", "mnist.zip", "-q")
     assert (code, err.count("\n")) == (2, 1)
@@ -431,8 +435,9 @@ def test_nothing_is_downloaded(fed: Say, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_locations_in_an_expression_are_all_known() -> None:
-    """A parameter that names a file or a folder is left out of bundles; a new one must be in the
-    list.
+    """All parameters with names of files or folders are in the list.
+
+    Bundles omit the values of these parameters.
     """
     named = {
         name
@@ -527,7 +532,7 @@ def link(name: str) -> zipfile.ZipInfo:
 
 
 def lying_size(content: bytes, size: int = 1) -> bytes:
-    """A file whose headers declare another size."""
+    """Return a file with another size in its headers."""
     packed = bytearray(archive_of(("runs/0/metrics.jsonl", content)))
     for signature, offset in ((b"PK\3\4", 22), (b"PK\1\2", 24)):
         at = packed.index(signature)
@@ -596,7 +601,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 def require_refusal(path: Path, folder: Path) -> None:
-    """Require one line, and that nothing is written."""
+    """Require a one-line error and no written files."""
     with pytest.raises(DataError) as caught:
         unpack(path, folder / "bundle")
     assert str(caught.value).isprintable()
@@ -615,8 +620,9 @@ def test_a_hostile_archive_is_refused_in_one_line_before_anything_is_written(
 
 
 def test_a_list_and_no_file_are_a_bundle(tmp_path: Path) -> None:
-    """Guards the tests above: their archives are refused for the fault that they name, and not for
-    anything else.
+    """A bundle with a list and no other file is valid.
+
+    Thus the archives of the tests above are refused only for their intended fault.
     """
     (tmp_path / "good.zip").write_bytes(archive_of(("bundle.json", GOOD)))
     assert unpack(tmp_path / "good.zip", tmp_path / "folder").runs == []

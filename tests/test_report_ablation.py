@@ -1,4 +1,4 @@
-"""What parameters and settings do: which runs are set side by side, and what is drawn of them."""
+"""Effects of parameters and settings: the selection of comparable runs and their figures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The report's page in a real browser: Chromium, headless, at the width of a desk and of a phone,
-and on paper.
-"""
+"""The report page in headless Chromium, at desktop and phone width and in print."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def visible(browser: Browser, slot: str) -> set[str]:
-    """The methods that a figure shows."""
+    """Return the methods that a figure shows."""
     return set(
         browser.run(
             f"document.getElementById('{slot}').data.filter(t => t.visible !== false).map(t => t.legendgroup)"
@@ -59,7 +57,7 @@ def test_it_loads_without_a_complaint_or_a_request(
     assert browser.errors == []
     assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
     assert browser.run("document.querySelectorAll('.js-plotly-plot .main-svg').length") >= 8
-    # nothing sticks out sideways
+    # no content exceeds the width of the page
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert (
         browser.run(
@@ -99,7 +97,7 @@ def test_legends_are_read_to_their_ends(
         assert left <= name[0] < name[2] <= right
         assert top <= name[1] < name[3] <= bottom
     scrollbars = browser.run(f"[...{figure}.querySelectorAll('.legend .scrollbar')].map({box})")
-    assert all(x == beyond for x, _, beyond, _ in scrollbars)  # nothing to scroll to
+    assert all(x == beyond for x, _, beyond, _ in scrollbars)  # no legend needs to scroll
     lowest = max(
         browser.run(f"[...{figure}.querySelectorAll('.xtick text, .xtitle')].map({box})"),
         key=lambda r: r[3],
@@ -107,12 +105,12 @@ def test_legends_are_read_to_their_ends(
     assert all(name[1] >= lowest[3] for name in names)  # below the axis
     assert browser.run(f"{figure}._fullLayout.yaxis._length") > 200
     cut = "[...document.querySelectorAll('.chip span')].filter(e => e.scrollWidth > e.clientWidth).length"
-    # where no mouse can rest on a chip, it shows the whole name
+    # on a phone, without a mouse, the chip shows the complete name
     assert browser.run(cut) == 0 or not phone
 
 
 def told_apart(share: float) -> list[RunSummary]:
-    """Runs with as many lines as a figure of parameters draws, with long names."""
+    """Return runs with long names and the maximum number of lines of a parameter figure."""
     runs = []
     for number in range(LINES // len(METHODS)):
         for method in (*METHODS[:3], "fedmr(unit=segment, fraction=0.5)"):
@@ -130,9 +128,9 @@ def told_apart(share: float) -> list[RunSummary]:
 def test_every_figure_draws_its_traces(browser: Browser, page: Path) -> None:
     browser.open(page)
     lines = "document.querySelectorAll('#curve-accuracy .scatterlayer .js-line').length"
-    assert browser.run(lines) == 2 * len(METHODS)  # a line and a band each
+    assert browser.run(lines) == 2 * len(METHODS)  # one line and one band per method
     assert browser.run("document.querySelectorAll('#labels .points path').length") > 20
-    # two and a mean
+    # two seeds and a mean
     assert browser.run("document.querySelectorAll('#seeds .points path').length") == 3 * len(
         METHODS
     )
@@ -175,7 +173,7 @@ def test_a_method_that_is_switched_off_is_off_everywhere(browser: Browser, page:
     assert all(visible(browser, slot) == set(METHODS) for slot in slots)
     press(browser, '.chip[data-method="fedmr"]')
     assert all(visible(browser, slot) == set(METHODS) - {"fedmr"} for slot in slots)
-    # of accuracies, and of costs
+    # in the tables of accuracies and costs
     assert browser.run("document.querySelectorAll('.compare tr.off').length") == 2
     assert (
         browser.run(
@@ -184,7 +182,7 @@ def test_a_method_that_is_switched_off_is_off_everywhere(browser: Browser, page:
         == "false"
     )
     press(browser, '.choice button[data-value="bytes"]')
-    assert visible(browser, "curve-loss") == set(METHODS) - {"fedmr"}  # also over another axis
+    assert visible(browser, "curve-loss") == set(METHODS) - {"fedmr"}  # also with another axis
     press(browser, '.chip[data-method="fedmr"]')
     assert all(visible(browser, slot) == set(METHODS) for slot in slots)
     browser.run(

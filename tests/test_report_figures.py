@@ -1,4 +1,4 @@
-"""Curves against plain NumPy, the honesty of thinned lines, and what the figures draw."""
+"""Curves compared with plain NumPy, correctness of thinned lines, and contents of figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures as files: what stands in them, and one clear line where they cannot be drawn."""
+"""Figures as image files: contents, and a one-line error if an image is impossible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_figure_that_stands_alone_says_what_it_shows() -> None:
     named = [trace.name for trace in figure.data if trace.showlegend is not False]
     assert named == ["fedavg", "fed&lt;b&gt;mr"]
     assert not standalone(slots["seeds"]).layout.showlegend  # the axis names the methods
-    # the page's figure stays as it is
+    # the figure of the page is unchanged
     assert slots["curve-accuracy"].variants["round"].layout.title.text is None
 
 
@@ -80,7 +80,7 @@ def test_png_and_svg_are_drawn_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("kaleido", reason="Kaleido is not installed")
-    # whoever asked the network would get no answer
+    # network requests would fail
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     slot = next(slot for slot in image_figures(RUNS) if slot.name == "seeds")
     figure = standalone(slot)

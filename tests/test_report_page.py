@@ -1,5 +1,6 @@
-"""The report's page as text: what it says, that nothing in it is a user's markup, and that it asks
-nothing of a network.
+"""The report page as text.
+
+Tests its contents, escaping of user markup and the absence of network requests.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 
 class Elements(HTMLParser):
-    """The names of all elements, their attributes, and the text outside scripts and styles."""
+    """Collects element names, their attributes, and the text outside scripts and styles."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""The figures and the report of one small real comparison with all recorders on, against what the
-runs left on disk.
+"""Figures and report of a small real comparison with all recorders.
+
+Compares them with the files of the runs.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def test_local_models_stand_beside_the_global_one_that_the_run_measured(
             assert list(thick.y) == [measured[number][measure] for number in (2, 4)]
             assert len(thin) == len(recording(folder, method, "aggregate")["slots"]) > 1
     ends = {figures[f"local-loss-{folder_name(method)}"].layout.yaxis.range for method in METHODS}
-    assert len(ends) == 1  # one scale for all
+    assert len(ends) == 1  # one scale for all figures
 
 
 def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(
@@ -311,7 +312,7 @@ def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixtur
     assert (recorded(METHODS[2])["data"], capsys.readouterr().err) == ("train", "")
     for method in METHODS:
         (run_folder(folder, method) / "landscape.json").unlink()
-        assert len(recorded(method)["x"]) == 5  # what the run itself recorded
+        assert len(recorded(method)["x"]) == 5  # the recording of the run itself
     assert main(["report", str(folder)]) == 0
 
 

@@ -1,4 +1,4 @@
-"""The numbers of runs against plain loops over their records, and the tables that show them."""
+"""Metrics of runs compared with plain loops over their records, and the tables."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def run_of(
     timed: bool = True,
     cost: int = 10,
 ) -> RunSummary:
-    """A run with these accuracies (None: not evaluated); round t costs t * cost bytes down, half of
-    it up, t seconds.
+    """Return a run with these accuracies. None means no evaluation.
+
+    Round t costs t * cost bytes down, half of this up, and t seconds.
     """
     records: list[dict[str, Any]] = []
     for number, accuracy in enumerate(accuracies, start=1):
@@ -74,7 +75,7 @@ def test_final_best_and_mean_of_last_count_evaluations_not_rounds() -> None:
     assert mean_of_last(run, 10) == pytest.approx(0.5)
     long = run_of([k / 100 for k in range(40)])
     assert mean_of_last(long, 39) == pytest.approx(0.20)
-    # the last tenth of them
+    # the last tenth of the evaluations
     assert mean_of_last(long, 40) == mean_of_last(long, 100) == pytest.approx(0.375)
 
 
@@ -106,7 +107,7 @@ def test_a_run_without_evaluations_has_no_accuracy() -> None:
 
 def test_rounds_to_a_target_are_counted_from_one_and_none_if_never() -> None:
     run = run_of([0.9, 0.95, 0.4])
-    assert rounds_to(run, 0.9) == 1  # reached is at least the target
+    assert rounds_to(run, 0.9) == 1  # the target itself counts as reached
     assert rounds_to(run, 0.91) == 2
     assert rounds_to(run, 0.96) is None
     assert bytes_to(run, 0.96) is None
@@ -172,7 +173,7 @@ def test_a_comparison_groups_seeds_by_method_in_order_of_appearance() -> None:
     assert list(rows["seeds"]) == [2, 2]
     assert rows.at["b", "final"].mean == pytest.approx(0.8)
     assert rows.at["b", "final"].std == pytest.approx(statistics.stdev([0.9, 0.7]))
-    # two would be all: the last tenth, at least one
+    # Two evaluations are all evaluations. The mean thus uses the last tenth, at least one.
     assert rows.at["b", "mean_of_last"].mean == pytest.approx((0.9 + 0.7) / 2)
     assert rows.at["b", "rounds_to_0.85"] == Spread(1.5, pytest.approx(0.5**0.5), 2)
     assert rows.at["b", "reached_0.85"] == 2
@@ -209,7 +210,7 @@ def test_the_table_marks_the_best_and_shows_speed_up_and_partial_success() -> No
         "1 (1 of 2 seeds)",
         "*",
     ]
-    assert best_rows(table, "Rounds to 90 %") == [1]  # one lucky seed is not the fastest method
+    assert best_rows(table, "Rounds to 90 %") == [1]  # one lucky seed is not enough
     final_column = titles.index("Final accuracy, %")
     texts = [cell.text for cell in table.iloc[:, final_column]]
     assert (texts[0], texts[3]) == ("90.00 ± 0.00", "10.00")
@@ -225,7 +226,7 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
         ]  # fmt: skip
         return RunSummary(algorithm, seed, records)
 
-    # fast, but not with every seed
+    # fast, but one seed does not reach the target
     never = [timed("never", 0, 1.0), timed("never", 1, 1.0, reaches=9)]
     slow, fast = (
         [timed(name, seed, pace) for seed in (0, 1)]
@@ -247,7 +248,7 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
     best = best_cells(table)
     assert [np.flatnonzero(best.iloc[:, k]).tolist() for k in range(5)] == [[], [1], [1], [1], [1]]
     assert sheets[0].criterion.name == "seconds to 80 %"
-    (difference,) = sheets[0].tests["seconds"]  # of those that got there with every seed
+    (difference,) = sheets[0].tests["seconds"]  # only methods that reach the target with each seed
     assert (difference.method, difference.other, difference.mean) == (
         "slow",
         "fast",
@@ -285,7 +286,7 @@ def test_csv_holds_plain_numbers_that_read_back() -> None:
 def test_markdown_has_one_line_a_method_and_keeps_bars_out_of_cells() -> None:
     text = to_markdown([Sheet([run_of([0.5], "a|b"), run_of([0.25], "c")])])
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 8  # accuracies, and what they cost
+    assert len(lines) == 8  # tables of accuracies and costs
     assert lines[2].startswith(r"| a\|b | **50.00** | **50.00** |")
     for table in (lines[:4], lines[4:]):
         assert {line.replace(r"\|", "").count("|") for line in table} == {table[0].count("|")}

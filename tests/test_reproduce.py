@@ -1,8 +1,9 @@
-"""`fedloom paper reproduce`: one cell of each paper run in small, the command's output and errors,
-estimates and data.
+"""`fedloom paper reproduce`: small runs of one cell per paper.
 
-The cells that are run here have one or two rounds on a few made-up images in the data sets' own
-file formats; every output of them must say PARTIAL.
+Tests output, errors, estimates and data.
+
+The runs have one or two rounds on a few generated images in the file formats of the original data
+sets. Each output must contain PARTIAL.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from test_reproduce_protocols import numbers_of
 
 
 def idx(path: Path, array: np.ndarray[Any, Any]) -> None:
-    """Write unsigned bytes as MNIST's files hold them."""
+    """Write unsigned bytes in the file format of MNIST."""
     sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
     path.write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes())
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a small MNIST (idx files) and CIFAR-10 (pickled batches); a class is a
-    grey level with noise.
+    """Make a folder with a small MNIST (idx files) and CIFAR-10 (pickled batches).
+
+    Each class is a grey level with noise.
     """
     root = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
@@ -67,13 +69,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reproduce(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Say:
-    """Run `reproduce("fedumf.table-a2", ...)` with the data at hand; gives (exit code, stdout,
-    stderr).
+    """Return a function that runs `paper reproduce` with the generated data.
+
+    For example, `reproduce("fedumf.table-a2", ...)` returns (exit code, stdout, stderr).
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FEDLOOM_DATA", str(data))
-    # no processes for such short runs
+    # no processes for these short runs
     monkeypatch.setattr("fedloom.study.cores.usable_cores", lambda: 1)
     return partial(saying(capsys), "paper", "reproduce")
 
@@ -149,7 +152,7 @@ def test_a_shortened_cell_of_each_paper_is_marked_partial_everywhere(
 
 
 def _is(number: Mapping[str, Any], column: str) -> bool:
-    """Return True if a printed number belongs to the named column."""
+    """Return True if a printed number is in the named column."""
     columns = {
         "CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"),
         "MNIST IID 15% to 95%": ("feddc_fcn", "mnist", "iid"),
@@ -215,7 +218,7 @@ def test_each_paper_has_a_selection_that_takes_an_hour(
     options = ReproduceOptions(directory=tmp_path, **selection.limits)
     planned = plan(exhibits()[selection.exhibit], options)
     assert len(planned.jobs) == runs
-    # Steps of convolutions at 5 ms and of multilayer perceptrons at half a millisecond, on two
+    # Assume 5 ms per step with convolutions, 0.5 ms per step of a multilayer perceptron, and two
     # cores.
     steps = sum(run.steps for runs in estimate(planned, 1).values() for run in runs)
     assert 0.2 * 3600 < steps * (0.0005 if name in ("fedumf", "mcmahan") else 0.005) / 2 < 3600
@@ -323,7 +326,7 @@ def test_bad_arguments_are_refused_in_one_line(
     assert err.count("\n") == 1
 
 
-# estimates, data
+# estimates and data
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -336,7 +339,7 @@ def test_steps_are_counted_as_the_protocol_has_them() -> None:
 
     assert steps("fedumf.table-a2", "FedAvg", "MNIST IID 15% to 95%") == 300 * 15 * 12
     assert steps("fedmr.table-1", "FedAvg", "CNN CIFAR-10 IID") == 1000 * 10 * 5 * 10
-    # the last short batch is dropped
+    # the last, incomplete batch is dropped
     assert steps("fedala.table-7", "FedAvg", "MNIST Dir(0.1)") == 2000 * 20 * 262
     assert work(parse("umf(fedavg, alpha=1)"), 0.25) == pytest.approx(1.75)
     assert work(parse("fedavg_c(finetune_epochs=10)"), 1.0) == 11.0

@@ -1,4 +1,4 @@
-"""The papers' protocols, number by number, and measured values as cells beside the printed ones."""
+"""The papers' protocols, and measured values next to the printed values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def numbers_of(name: str) -> Sequence[Mapping[str, Any]]:
 def appendix(
     data: str, distribution: str, participation: float = 0.15, method: str = ""
 ) -> Setting:
-    """Return a setting of FedUmf's tables A1 and A2."""
+    """Return a setting from FedUmf's tables A1 and A2."""
     words = {"part": "appendix", "dataset": data, "heterogeneity": distribution}
     return FEDUMF.experiment(**words, participation=participation, method=method)
 
@@ -265,8 +265,8 @@ def test_scaffold_takes_equal_steps_on_unbalanced_clients_alone_and_fewer_of_few
         10,
         10,
     ]
-    assert steps("mnist", unbalanced, "FedDC") is None  # its code fixes the divisor, not the steps
-    assert steps("mnist", "dir_class_prior:0.6", "SCAFFOLD") is None  # all clients are of one size
+    assert steps("mnist", unbalanced, "FedDC") is None  # fixes the divisor, not the steps
+    assert steps("mnist", "dir_class_prior:0.6", "SCAFFOLD") is None  # all clients have one size
 
     def planned(**limits: Any) -> dict[str, int | None]:
         chosen = ReproduceOptions(
@@ -351,7 +351,7 @@ def test_rows_and_columns_are_whole_labels_words_or_parts() -> None:
     options = ReproduceOptions(columns=("non-IID 15%,EMNIST-L IID",))
     assert len({cell.column for cell in plan(exhibit("fedumf.table-a2"), options).cells}) == 2 * (
         4 + 2
-    )  # with the speed-ups
+    )  # including the speed-ups
     with pytest.raises(InvalidValue, match="no row has 'zzz' in its name"):
         rows("FedAvg,zzz")
 
@@ -403,7 +403,8 @@ def test_an_interpolated_target_is_crossed_by_the_best_so_far_between_two_rounds
     run = _run([{"accuracy": a} for a in (0.5, 0.9, 0.7)] + [{}, {"accuracy": 0.98}])
     measure = Measure("rounds", 96.0, interpolated=True)
     measurement = measured(_cell(measure), [run])
-    # From 0.9, the best so far and at the last evaluation in round 3, to 0.98 in round 5.
+    # From 0.9 to 0.98 in round 5. The value 0.9 is the best so far, from the last evaluation in
+    # round 3.
     assert measurement is not None
     assert measurement.mean == pytest.approx(3 + 2 * (0.96 - 0.9) / (0.98 - 0.9))
     early = measured(_cell(Measure("rounds", 40.0, interpolated=True)), [run])
@@ -458,7 +459,7 @@ def test_joining_clients_are_those_that_train_in_the_next_round() -> None:
     measurement = measured(_cell(Measure("joining")), [_run(records, clients=lines)])
     assert measurement is not None
     after_first, after_second = (20 * 0.5 + 30 * 0.1) / 50, (10 * 0.9 + 30 * 0.2) / 40
-    # after the last round nobody trains
+    # no client trains after the last round
     assert measurement.mean == pytest.approx(100 * max(after_first, after_second))
 
 

@@ -1,4 +1,4 @@
-"""The result of a run in Python, its displays, and errors in arguments."""
+"""The result of a run in Python, its displays and argument errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_result_names_the_engine(engine: str, tmp_path: Path) -> None:
 
 
 class Handle:
-    """A display of IPython that stores its outputs."""
+    """An IPython display that stores its outputs."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []

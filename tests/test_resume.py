@@ -1,5 +1,6 @@
-"""Real processes, really killed: the same command again ends with the same bytes as a run that
-nobody disturbed.
+"""Resumption after real kills of real processes.
+
+The final bytes equal the bytes of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
 def undisturbed(
     process: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, bytes]:
-    """The files of a run from start to end."""
+    """Return the files of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "job.toml").write_text(JOB)
     code, output = Server(process, folder).run("run", "job.toml", "--quiet")
@@ -129,7 +130,7 @@ def test_a_run_killed_while_it_is_lengthened_ends_as_a_long_one(
     assert server.run("run", "job.toml", "--quiet")[0] == 0
     texts = (server.folder / RUN / "metrics.jsonl").read_bytes(), undisturbed["metrics.jsonl"]
     actual, expected = ([json.loads(line) for line in text.splitlines()] for text in texts)
-    # where the shorter run ended, more was evaluated
+    # the last round of the shorter run has additional metrics
     actual[11] = {name: actual[11][name] for name in expected[11]}
     assert actual == expected
     assert_same(
@@ -140,8 +141,8 @@ def test_a_run_killed_while_it_is_lengthened_ends_as_a_long_one(
 def test_a_truncated_checkpoint_and_a_broken_line_cost_rounds_but_not_the_run(
     server: Server, undisturbed: dict[str, bytes]
 ) -> None:
-    # fewer than 20 operations come before round 1, and about 4 in each round: some checkpoints are
-    # there
+    # Fewer than 20 operations precede round 1, and each round has about 4. Some checkpoints
+    # therefore exist.
     assert server.run("run", "job.toml", "--quiet", die_at=50)[0] == -signal.SIGKILL
     folder = server.folder / RUN
     older, newest = sorted(folder.glob("checkpoint-*"))
@@ -167,7 +168,7 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(
     assert output.splitlines()[-1] == "fedloom: stopped; to continue: fedloom run job.toml"
     assert "Traceback" not in output
     finished = rounds_written(server.folder)
-    # nothing is computed twice
+    # the finished run computes no round again
     assert (server.folder / RUN / f"checkpoint-{finished:07d}.safetensors").exists()
     assert server.run("run", "job.toml")[0] == 0
     assert_same(server.folder, undisturbed)
@@ -185,7 +186,7 @@ def test_one_process_at_a_time_works_in_a_directory(
     command.wait()
     assert code == 2
     assert f"{RUN} is in use by another process" in capsys.readouterr().err
-    with locked(server.folder / RUN / ".lock"):  # a process that was killed holds nothing
+    with locked(server.folder / RUN / ".lock"):  # a killed process does not hold the lock
         pass
 
 
@@ -211,7 +212,7 @@ def test_a_comparison_in_workers_survives_a_kill_and_equals_one_without(server: 
         time.sleep(0.001)
     workers.kill()
     workers.wait()
-    for path in methods[::2]:  # no worker outlives its parent by long, and so no lock does
+    for path in methods[::2]:  # workers end soon after their parent and then release their locks
         while True:
             try:
                 with locked(tmp_path / path / ".lock"):

@@ -1,4 +1,4 @@
-"""Robust aggregation: each rule against plain Python, under attack, and around other methods."""
+"""Robust aggregation rules compared with plain Python, under attack and around other methods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tensor(rows: Rows) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-# --- the rules, number by number ---
+# --- the rules ---
 
 
 @given(matrices())
@@ -124,7 +124,7 @@ def test_a_minority_moves_no_estimate_far() -> None:
             assert float((estimate - honest.mean(0)).norm()) < 2 * far
 
 
-# --- as a method ---
+# --- as methods ---
 
 
 class Poisoned(RowsEngine):
@@ -182,7 +182,7 @@ def test_without_a_robust_rule_one_malicious_client_decides() -> None:
 
 
 def receive(expression: str, rows: Tensor, **tensors: Tensor) -> Tensor:
-    """Return the model that a method makes of these replies in round 1."""
+    """Return the model that a method computes from these replies in round 1."""
     pipeline = federation(expression).pipeline
     count = len(rows)
     weights = torch.arange(1, count + 1)
@@ -285,7 +285,7 @@ def test_a_round_with_too_few_replies_to_outvote_the_malicious_is_left_out() -> 
         for count in range(1, 7):
             rows = torch.randn(count, len(start), generator=torch.Generator().manual_seed(count))
             model = receive(f"robust(fedavg, rule={rule}, malicious=0.16)", rows)
-            enough = count >= (5 if "krum" in rule else 3)  # one is taken to be malicious
+            enough = count >= (5 if "krum" in rule else 3)  # assumes one malicious client
             assert torch.equal(model, start) != enough
 
 

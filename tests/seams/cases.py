@@ -1,4 +1,4 @@
-"""Factors of the harness: methods, parts, who answers, the model, and whether the run is resumed."""
+"""Factors of the harness: methods, parts, attendance, model and resumption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMETERS = {
     "fedgen": "fedgen(generator_steps=2, generator_batch=4, noise=2, hidden=4)",
     "fedmr_async": "fedmr_async(k=3)",
 }
-"""Methods whose defaults are for larger federations."""
+"""Parameters of methods with defaults for larger federations."""
 
 VARIANTS = (
     "fedavg(weighted=false)", "fedmr(blend=0.3)", "fedmr(blend=auto, tolerance=0.05)", "scaffold(server_learning_rate=0.5)",
@@ -78,9 +78,9 @@ PLACES = {
         "stages, auto": "stages({}:auto, fedavg, patience=1, improvement=0.9)",
     },
 }
-"""Parts as expressions around a method, by the moment in which they act.
+"""Parts as expressions around a method, grouped by their stage in a round.
 
-A new part needs a line here; a new algorithm joins by itself.
+A new part needs a line here. A new algorithm needs no entry.
 """
 
 WRAPPERS = {name: text for parts in PLACES.values() for name, text in parts.items()}
@@ -92,18 +92,18 @@ COURSES = ("straight", "resumed")
 
 ROUNDS = 3
 EVERYBODY = ("fedamp", "apple", "afl", "cfl", "private(")
-"""Methods that need all clients in every round, or a Poisson draw."""
+"""Methods that need all clients in each round or Poisson sampling."""
 
 
 def needs_method(entry: Entry[type[Method]]) -> bool:
-    """Return True for a part that is nothing without the methods that are given to it."""
+    """Return True for a part that requires another method as an argument."""
     given = {"method", "stages"} & entry.parameters.keys()
     return any(entry.parameters[name].default is inspect.Parameter.empty for name in given)
 
 
 @cache
 def methods() -> list[str]:
-    """Return every registered method that needs no other, variants, and parts around methods."""
+    """Return all registered methods without inner methods, variants, and parts around methods."""
     single = sorted(
         PARAMETERS.get(entry.name, entry.name) for entry in algorithms if not needs_method(entry)
     )
@@ -112,7 +112,7 @@ def methods() -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """One federation of the harness."""
+    """A federation in the harness."""
 
     method: str
     wrapper: str
@@ -129,7 +129,7 @@ class Case:
         return tuple(getattr(self, name) for name in FACTORS)
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `federation`."""
+        """Return the arguments of `federation`."""
         awaited = 9 if any(name in self.expression for name in EVERYBODY) else 5
         options: dict[str, Any] = {"awaited": awaited, "rounds": ROUNDS}
         if self.attendance == "dropout":
@@ -159,7 +159,7 @@ FACTORS: Mapping[str, Sequence[str]] = {
 
 
 def not_finite(number: int, client: int, reply: dict[str, Any]) -> dict[str, Any]:
-    """In round 2 a third of the clients upload one number that is not finite."""
+    """In round 2, put a non-finite number into the uploads of a third of the clients."""
     if number != 2 or client % 3:
         return reply
     name = next(name for name, rows in reply.items() if rows.is_floating_point())
@@ -170,14 +170,17 @@ def not_finite(number: int, client: int, reply: dict[str, Any]) -> dict[str, Any
 
 @cache
 def task_and_engine(model: str) -> tuple[Task, LossyEngine]:
-    """A task and an engine for all set-ups with one model, of which most is their making."""
+    """Return a shared task and engine for all set-ups with one model.
+
+    Creating them takes most of the time of a set-up.
+    """
     task = small_task(model)
     return task, LossyEngine(task, proof_of(task))
 
 
 @cache
 def refusal(case: Case) -> str:
-    """Return why the case is refused at set-up; an empty string if it is taken."""
+    """Return the reason why the case is refused at set-up, or "" if it is accepted."""
     if case.course != COURSES[0]:
         return refusal(replace(case, course=COURSES[0]))
     try:
@@ -191,8 +194,9 @@ def refusal(case: Case) -> str:
 
 @cache
 def pair_refusal(method: str, wrapper: str) -> str:
-    """Return why a wrapper refuses a method with every model and attendance; an empty string if it
-    takes the method.
+    """Return the reason why a wrapper refuses a method with each model and attendance.
+
+    Returns "" if the wrapper accepts the method.
     """
     reasons = []
     for model, attendance in itertools.product(("norm", "plain"), ("all", "poisson")):
@@ -200,14 +204,12 @@ def pair_refusal(method: str, wrapper: str) -> str:
         if not reason:
             return ""
         reasons.append(reason)
-    # With all clients, of the plain model, or of one that the method takes.
+    # The reason with all clients, for the plain model or, with FedBN, for batch norm.
     return reasons[0 if "fedbn" in method else 2]
 
 
 def every_case(seed: int, only: str = "") -> Iterator[Case]:
-    """All cases that are not refused, in an order drawn from the seed, of expressions that hold
-    `only`.
-    """
+    """Yield all accepted cases with `only` in their expression, shuffled with the seed."""
     cases = [Case(*values) for values in itertools.product(*FACTORS.values())]
     cases = [case for case in cases if only in case.expression]
     random.Random(seed).shuffle(cases)
@@ -217,9 +219,10 @@ def every_case(seed: int, only: str = "") -> Iterator[Case]:
 
 
 def covering_cases(method: str, only: str = "") -> list[Case]:
-    """One case of the method with each wrapper that takes it. Who answers, the model and the course
-    go round with the methods and the wrappers; values that the method met with no wrapper are
-    added.
+    """Return a case of the method with each wrapper that accepts it.
+
+    Attendance, model and course rotate over methods and wrappers. Additional cases cover the
+    remaining values of these factors.
     """
     begin, cases = methods().index(method), list[Case]()
     for number, wrapper in enumerate(WRAPPERS, start=begin):
@@ -242,8 +245,9 @@ def covering_cases(method: str, only: str = "") -> list[Case]:
 
 
 def rare_cases() -> list[Case]:
-    """Cases of the pairs of two factors' values that going round does not meet, and that some
-    federation takes: with them every pair occurs that is not refused everywhere.
+    """Return cases for pairs of factor values that the rotation does not cover.
+
+    With these cases, each pair occurs that at least one federation accepts.
     """
     covered = {
         pair for method in methods() for case in covering_cases(method) for pair in pairs_of(case)
@@ -262,7 +266,7 @@ def rare_cases() -> list[Case]:
 
 
 def accepted_case(**fixed: str) -> list[Case]:
-    """The first case with these values that is not refused, if there is any."""
+    """Return the first accepted case with these values in a list, or an empty list."""
     every = (
         Case(*values)
         for values in itertools.product(
@@ -273,6 +277,6 @@ def accepted_case(**fixed: str) -> list[Case]:
 
 
 def pairs_of(case: Case) -> frozenset[tuple[str, str, str, str]]:
-    """The pairs of two factors' values that occur in a case."""
+    """Return the pairs of two factor values that occur in a case."""
     named = list(zip(FACTORS, case.values, strict=True))
     return frozenset((*a, *b) for a, b in itertools.combinations(named, 2))

@@ -1,12 +1,11 @@
-"""The server half of every algorithm and part once more, in plain loops, from what clients were
-sent and uploaded.
+"""The server half of each algorithm and part in plain loops over downloads and uploads.
 
-A definition is given the answers of a round as the harness saw them at the client half. It reads
-only the parameters of the method that it describes. What clients draw and learn is not computed
-here: `naive_methods` and its like do that.
+A definition receives the answers that the harness records at the client half. It reads only the
+parameters of its method. `naive_methods` and similar modules compute the random numbers and the
+training of clients.
 
-The definitions of an expression form a chain, `Chain`, in the order in which a reply passes the
-components on its way from the wire to the algorithm: codes, noise, attacks, exchanges of layers,
+The definitions of an expression form a chain, `Chain`. Its order is the order in which a reply
+passes the components between network and algorithm: codes, noise, attacks, exchanges of layers,
 arrivals, then all other parts in the order of the text.
 """
 
@@ -29,12 +28,12 @@ from fedloom.records import SERVER_MODEL, Selection
 from fedloom.round import Round
 
 Message = dict[str, Tensor]
-"""What one client is sent or uploads, without a client axis."""
+"""Download or upload of one client, without a client axis."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One client's upload, what it was sent, and the weight of it in averages."""
+    """A client's upload, its download, and its weight in averages."""
 
     slot: int
     client: int
@@ -45,8 +44,9 @@ class Answer:
 
 @dataclass
 class Setting:
-    """The federation as a definition sees it. `speeds` are the clients' samples per second, where a
-    clock runs.
+    """The federation as a definition sees it.
+
+    `speeds` are samples per second of the clients, if a clock runs.
     """
 
     layout: Layout
@@ -69,7 +69,7 @@ class Setting:
 
 
 def mean_of(rows: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-    """sum_k p_k rows[k], p_k in proportion to the weights."""
+    """Return sum_k p_k rows[k], with p_k proportional to the weights."""
     weights = [1.0] * len(rows) if weights is None else weights
     total, result = sum(weights), torch.zeros_like(rows[0])
     for row, weight in zip(rows, weights, strict=True):
@@ -78,15 +78,16 @@ def mean_of(rows: Sequence[Tensor], weights: Sequence[float] | None = None) -> T
 
 
 CODES, NOISE, ATTACKS, EXCHANGES, ARRIVALS, AROUND, LEAF = range(7)
-"""Places of definitions in a chain, from the wire to the algorithm."""
+"""Positions of definitions in a chain, from the network to the algorithm."""
 
 
 class Definition:
-    """The base: one global model that is sent to all and replaced by the mean of the uploads,
-    weighted by samples.
+    """Base class: one global model for all clients.
+
+    The mean of the uploads, weighted by samples, replaces the model.
     """
 
-    whole = True  # whole models travel, and with them integer buffers
+    whole = True  # complete models are transmitted, including integer buffers
     place = LEAF
 
     def __init__(self, method: Method, setting: Setting) -> None:
@@ -96,20 +97,21 @@ class Definition:
         self.begin()
 
     def begin(self) -> None:
-        """Make what else the server remembers."""
+        """Create the additional state of the server."""
 
     def sends(self, round: Round) -> list[Message]:
-        """The tensors that each selected client is sent, by slot; names that are left out are not
-        checked.
+        """Return the download of each selected client, by slot.
+
+        The harness does not check missing names.
         """
         return [{"model": self.server_model} for _ in round.selected]
 
     def sends_idle(self, round: Round) -> Message:
-        """The tensors that a client is sent which trains without uploading."""
+        """Return the download of a client that trains without an upload."""
         return {"model": self.server_model}
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        """Update the server by the answers of a round, of which there is one at least."""
+        """Update the server with the answers of a round. There is at least one answer."""
         weights = [answer.weight for answer in answers] if self.weighted else None
         self.average(round, [answer.reply["model"] for answer in answers], weights, answers)
 
@@ -123,7 +125,7 @@ class Definition:
         self.server_model = mean_of(models, weights)
 
     def finish(self, round: Round) -> None:
-        """End a round, also one without an answer."""
+        """End a round, with or without answers."""
 
     def model(self) -> Tensor:
         return self.server_model
@@ -139,13 +141,13 @@ class Definition:
         inner: dict[int, Any],
         refused: Collection[int] = (),
     ) -> str:
-        """Return the faults in the client half of a part; "" if there are none.
+        """Return a fault in the client half of a part, or "".
 
         Args:
             round: The round.
             outer: Records of its clients.
             inner: Records of the next definition in the chain.
-            refused: Clients whose reply does not count, so that they remember nothing of the round.
+            refused: Clients with a rejected reply, which store nothing from the round.
         """
         return ""
 
@@ -321,7 +323,7 @@ class AFL(Definition):
 
 class IFCA(Definition):
     def begin(self) -> None:
-        # The draws of the other models are the method's own.
+        # The initial values of the other models come from the method.
         self.models = [self.setting.initial.clone(), *self.method.state["models"].clone()[1:]]
         self.chosen = [1] * len(self.models)
 
@@ -344,15 +346,16 @@ class IFCA(Definition):
 
 
 class CFL(Definition):
-    """Before a split, which the harness's few rounds do not reach: every client moves by the mean
-    of those that answered.
+    """CFL before a split. The harness has too few rounds for a split.
+
+    Each client moves by the mean update of the clients that answered.
     """
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         self.server_model = mean_of([answer.reply["model"] for answer in answers])
 
 
-# --- one model each ---
+# --- one model per client ---
 
 
 class FedMut(Definition):
@@ -462,7 +465,7 @@ class FedCross(Pool):
 
 
 def share_at(blend: float | list[tuple[int, float]], number: int) -> float:
-    """The share of a round: linear between the pairs, constant outside."""
+    """Return the share of a round: linear between the pairs and constant outside."""
     if not isinstance(blend, list):
         return float(blend)
     if number <= blend[0][0]:
@@ -474,13 +477,13 @@ def share_at(blend: float | list[tuple[int, float]], number: int) -> float:
 
 
 def variance(rows: Sequence[Tensor]) -> float:
-    """(1/K) sum_k |x_k - mean|^2."""
+    """Return (1/K) sum_k |x_k - mean|^2."""
     mean = mean_of(rows)
     return sum(float((row - mean).square().sum()) for row in rows) / len(rows)
 
 
 def layers_of(layout: Layout) -> list[list[slice]]:
-    """The slices of each layer, from the lowest layer up, as the names of the tensors say."""
+    """Return the slices of each layer from the lowest layer up, grouped by tensor names."""
     groups: dict[str, list[slice]] = {}
     for entry in layout.slices:
         groups.setdefault(entry.name.rpartition(".")[0], []).append(slice(entry.start, entry.stop))
@@ -488,7 +491,7 @@ def layers_of(layout: Layout) -> list[list[slice]]:
 
 
 def shuffled(pool: Sequence[Tensor], layout: Layout, generator: torch.Generator) -> list[Tensor]:
-    """Every layer of the models, moved by a permutation of its own."""
+    """Return the models after an independent permutation of each layer."""
     result = [row.clone() for row in pool]
     for unit in layers_of(layout):
         source = torch.randperm(len(pool), generator=generator).tolist()
@@ -498,11 +501,11 @@ def shuffled(pool: Sequence[Tensor], layout: Layout, generator: torch.Generator)
     return result
 
 
-# --- part of the model stays with the clients ---
+# --- a section of the model remains at the clients ---
 
 
 class Personal(Definition):
-    """The mean by samples of the tensors that travel."""
+    """The mean of the transmitted tensors, weighted by samples."""
 
     whole = False
 
@@ -620,7 +623,7 @@ class FedFomo(Personal):
 
 
 class FedAS(Personal):
-    """Weighted by what the clients say of their Fisher information, alike where it is 0 for all."""
+    """Weighted by the reported Fisher information, or equally if all values are 0."""
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         weights = [float(answer.reply["fisher"]) for answer in answers]
@@ -635,8 +638,9 @@ class FedAS(Personal):
 
 
 class FedDBE(Personal):
-    """The first round that anybody answers makes the consensus of the features' means, and no
-    model.
+    """The first round with an answer computes the consensus of the feature means.
+
+    It does not update the model.
     """
 
     def begin(self) -> None:
@@ -657,7 +661,7 @@ class FedDBE(Personal):
 
 
 class Prototypes(Definition):
-    """Class means at the server: for each class the mean over the clients that have it."""
+    """Class means at the server: the mean over the clients that have the class."""
 
     whole = False
 
@@ -686,7 +690,7 @@ class Prototypes(Definition):
                 self.present[c] = 1.0
 
     def with_head(self, row: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """A model with another classifier."""
+        """Return a model with another classifier."""
         row = row.clone()
         for entry in self.setting.layout.slices:
             if entry.name in ("head.weight", "head.bias"):
@@ -697,7 +701,10 @@ class Prototypes(Definition):
 
 
 class FedProto(Prototypes):
-    """No weights travel: the global model is the initial one that names the nearest prototype."""
+    """FedProto transmits no weights.
+
+    The global model is the initial model and predicts the class of the nearest prototype.
+    """
 
     def sends(self, round: Round) -> list[Message]:
         return [self.described() for _ in round.selected]
@@ -719,8 +726,9 @@ class FedProto(Prototypes):
 
 
 class FedPAC(Prototypes, Personal):
-    """The base is averaged; every client that answers gets the best mixture of the heads for its
-    class means.
+    """The base is averaged.
+
+    Each client that answers receives the best mixture of the heads for its class means.
     """
 
     def begin(self) -> None:
@@ -756,8 +764,9 @@ class FedPAC(Prototypes, Personal):
 
 
 def best_mixture(means: Sequence[Tensor], variances: Sequence[float], client: int) -> list[float]:
-    """The a on the simplex that minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2: the best over
-    all supports, solved each.
+    """Return the a on the simplex that minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2.
+
+    Solves the problem for each support and selects the best solution.
     """
     count = len(means)
     gaps = torch.stack([(mean - means[client]).reshape(-1).double() for mean in means])
@@ -767,7 +776,7 @@ def best_mixture(means: Sequence[Tensor], variances: Sequence[float], client: in
     )
     quadratic += (1e-12 * float(quadratic.trace()) + 1e-300) * torch.eye(
         count, dtype=torch.float64
-    )  # one sample: V is 0
+    )  # V is 0 for a single sample
     best, shares = math.inf, [0.0] * count
     for size in range(1, count + 1):
         for support in itertools.combinations(range(count), size):
@@ -787,8 +796,9 @@ def best_mixture(means: Sequence[Tensor], variances: Sequence[float], client: in
 
 
 class PFedFDA(Prototypes, Personal):
-    """Base, class means and covariance are averaged by samples; the global model discriminates
-    linearly by them.
+    """Base, class means and covariance are averaged by samples.
+
+    The global model is the linear discriminant for these means and this covariance.
     """
 
     def begin(self) -> None:
@@ -796,7 +806,7 @@ class PFedFDA(Prototypes, Personal):
         Prototypes.begin(self)
         self.means = self.method.state["gaussians"][
             : self.classes
-        ].clone()  # whose draw is the method's own
+        ].clone()  # the method draws the initial values
         self.covariance = torch.eye(self.width, dtype=self.means.dtype)
 
     def sends(self, round: Round) -> list[Message]:
@@ -813,7 +823,7 @@ class PFedFDA(Prototypes, Personal):
         means, covariance = (
             self.means.double(),
             self.covariance.double(),
-        )  # whose inverse loses digits in single precision
+        )  # inverting in single precision loses digits
         shrunk = (1 - 1e-4) * covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(
             self.width
         )
@@ -828,7 +838,7 @@ class PFedFDA(Prototypes, Personal):
 
 
 class Wrapped(Definition):
-    """Leaves all to the next definition in the chain; clients pass on what they are given."""
+    """Delegates to the next definition in the chain. Clients pass on their input."""
 
     inner: Definition
     place = AROUND
@@ -862,7 +872,7 @@ class Wrapped(Definition):
 
 
 def unlike_replies(outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int]) -> str:
-    """Return the client whose reply a part changed; "" if there is none."""
+    """Return the client with a reply that a part changed, or ""."""
     for client, record in outer.items():
         if client not in refused and not same_tensors(record.reply, inner[client].reply):
             return f"client {client} uploads another reply than it made"
@@ -870,7 +880,7 @@ def unlike_replies(outer: dict[int, Any], inner: dict[int, Any], refused: Collec
 
 
 def unlike_rest(outer: dict[int, Any], inner: dict[int, Any]) -> str:
-    """Return the client whose inbox a part changed beside its model; "" if there is none."""
+    """Return the client with an inbox that a part changed outside its model, or ""."""
     model = {"model", SERVER_MODEL}
     for client, record in outer.items():
         before = {name: rows for name, rows in record.inbox.items() if name not in model}
@@ -881,7 +891,7 @@ def unlike_rest(outer: dict[int, Any], inner: dict[int, Any]) -> str:
 
 
 def same_tensors(message: Message, other: Message) -> bool:
-    """Return True if two messages hold the same, apart from the number of the stage."""
+    """Return True if two messages have equal contents, except for the stage number."""
     named, named_other = (
         message.keys() - {"@stage", "@initial"},
         other.keys() - {"@stage", "@initial"},
@@ -898,7 +908,7 @@ def same_bits(tensor: Tensor, other: Tensor) -> bool:
 class Umf(Wrapped):
     def begin(self) -> None:
         super().begin()
-        self.updates: dict[int, Tensor] = {}  # of those that were idle in the round before
+        self.updates: dict[int, Tensor] = {}  # of the idle clients in the round before
 
     def unlike(
         self,
@@ -926,7 +936,7 @@ class Umf(Wrapped):
 
 
 class Ala(Wrapped):
-    """The start lies between the client's last model and the download, number by number."""
+    """Each number of the start is between the client's last model and the download."""
 
     def begin(self) -> None:
         super().begin()
@@ -968,7 +978,7 @@ class Robust(Wrapped):
         malicious = math.ceil(method.malicious * count - 1e-9)
         krums = "krum" in method.rule
         if count < 2 * malicious + (3 if krums else 1):
-            return  # too few to outvote those taken to be malicious
+            return  # too few to outvote the assumed malicious clients
         center = mean_of([answer.sent["model"] for answer in answers])
         models = [answer.reply["model"] - answer.sent["model"] + center for answer in answers]
         chosen = (
@@ -1003,7 +1013,7 @@ class Robust(Wrapped):
 
 
 def krum(rows: Sequence[Tensor], malicious: int, chosen: int) -> list[int]:
-    """The rows whose K - f - 2 nearest others are nearest."""
+    """Return the rows with the smallest distances to their K - f - 2 nearest other rows."""
     scores = []
     for k, row in enumerate(rows):
         gaps = sorted(
@@ -1014,7 +1024,7 @@ def krum(rows: Sequence[Tensor], malicious: int, chosen: int) -> list[int]:
 
 
 def clipped_mean(rows: Sequence[Tensor], center: Tensor, radius: float | None) -> Tensor:
-    """The mean of the updates from a center, none of which counts as longer than the radius."""
+    """Return the mean of the updates from a center. The radius limits the length of each update."""
     updates = [row - center for row in rows]
     lengths = [float(update.norm()) for update in updates]
     if radius is None:
@@ -1104,7 +1114,7 @@ class Coded(Wrapped):
         messages = self.inner.sends(round)
         if getattr(self.method, "down", None) is None:
             return messages
-        return [{} for _ in messages]  # checked in `unlike`, after decoding
+        return [{} for _ in messages]  # `unlike` checks them after decoding
 
     def sends_idle(self, round: Round) -> Message:
         return (
@@ -1112,7 +1122,7 @@ class Coded(Wrapped):
         )
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        if getattr(self.method, "down", None) is not None:  # updates are added to the exact model
+        if getattr(self.method, "down", None) is not None:  # updates refer to the exact model
             sent = self.inner.sends(round)
             answers = [
                 replace(answer, sent={**answer.sent, **sent[answer.slot]}) for answer in answers
@@ -1124,14 +1134,14 @@ class Coded(Wrapped):
 
     @property
     def codes(self) -> set[str]:
-        """The last words of the names of what codes a tensor."""
+        """Return the last words in the names of coded tensors."""
         kind = name_of(self.method)
         if kind == "quantised":
             return {"levels", "scales"} if self.method.bits else {"update"}
         return {"indices", "values"} if kind == "sparse" else {"factors"}
 
     def decoded(self, reply: Message, sent: Message) -> Message:
-        """The reply as the inner method's clients made it, up to what coding leaves out."""
+        """Return the reply of the inner method's clients, up to coding errors."""
         nested = isinstance(self.inner, Coded)
         result: Message = {}
         coded: dict[str, Message] = {}
@@ -1205,8 +1215,10 @@ class Coded(Wrapped):
         inner: dict[int, Any],
         refused: Collection[int] = (),
     ) -> str:
-        """The download decodes to what the inner clients had; the upload to their update, up to
-        what coding leaves out.
+        """Compare the decoded messages with the inner records.
+
+        The download must equal the inbox of the inner clients. The upload must equal their update
+        up to coding errors.
         """
         method: Any = self.method
         for client, record in outer.items():
@@ -1294,12 +1306,12 @@ class Coded(Wrapped):
 
 
 def method_keeps(method: Any) -> bool:
-    """Return True if clients keep what coding leaves out."""
+    """Return True if clients store the coding error."""
     return bool(getattr(method, "feedback", False))
 
 
 def levels_decoded(levels: Tensor, scales: Tensor, size: int, bits: int, bucket: int) -> Tensor:
-    """a + l (b - a) / (2^bits - 1), number by number."""
+    """Return a + l (b - a) / (2^bits - 1) for each number."""
     numbers, in_byte = [], 8 // bits
     packed, bounds = levels.tolist(), scales.tolist()
     for k in range(size):
@@ -1310,7 +1322,7 @@ def levels_decoded(levels: Tensor, scales: Tensor, size: int, bits: int, bucket:
 
 
 class Stages(Wrapped):
-    """The stage in progress, with its definitions `inside`. The next stage starts from its model."""
+    """The current stage with its definitions `inside`. The next stage starts from its model."""
 
     def begin(self) -> None:
         self.losses: list[float] = []
@@ -1322,11 +1334,11 @@ class Stages(Wrapped):
 
     @property
     def automatic(self) -> bool:
-        """True if the stage in progress ends by itself."""
+        """Return True if a condition, not a round number, ends the current stage."""
         return bool(self.method.stages[self.stage][1] == "auto")
 
     def lasting(self, stage: int, number: int) -> int:
-        """The first stage from this one on whose last round is not before the round."""
+        """Return the first stage, at or after this one, that includes the round."""
         stages = self.method.stages
         while (
             stage < len(stages) - 1
@@ -1343,7 +1355,7 @@ class Stages(Wrapped):
         return self.with_stage(self.inner.sends_idle(round))
 
     def with_stage(self, message: Message) -> Message:
-        """The message with the number of the stage, where clients cannot know it from the round."""
+        """Add the stage number if clients cannot compute it from the round."""
         if all(end != "auto" for _, end in self.method.stages):
             return message
         innermost = self.inner
@@ -1407,7 +1419,7 @@ class NormBound(Wrapped):
 
 
 class SignFlip(Wrapped):
-    """The malicious clients, whose draw is the library's, upload the opposite of their update."""
+    """The malicious clients, selected by the library, upload their negated update."""
 
     place = ATTACKS
 
@@ -1465,7 +1477,7 @@ class Secure(Wrapped):
     def exchanged(
         self, round: Round, rows: Sequence[Tensor], clients: Sequence[int], when: str
     ) -> list[Tensor]:
-        """The rows after the exchange between these clients, whose draws are the library's."""
+        """Return the rows after the exchange between these clients, as the library draws it."""
         result = [row.clone() for row in rows]
         sources = self.method.rehearse(round, clients, when).sources
         for unit, source in zip(layers_of(self.setting.layout), sources, strict=True):
@@ -1477,7 +1489,7 @@ class Secure(Wrapped):
 
 @dataclass
 class UnderWay:
-    """A client's work that the server still waits for."""
+    """Work of a client without an arrived reply."""
 
     until: float
     answer: Answer
@@ -1486,7 +1498,7 @@ class UnderWay:
 
 
 class Buffered(Wrapped):
-    """FedBuff and FedAsync: the first k replies make a step; a version is a step."""
+    """FedBuff and FedAsync: the first k replies form a step, and each step is a version."""
 
     place = ARRIVALS
 
@@ -1548,7 +1560,7 @@ class Buffered(Wrapped):
 
 
 class PoolUnderWay(Pool, Buffered):
-    """FedMR that recombines the models that are back. It stands for part and algorithm."""
+    """FedMR that recombines the arrived models. This definition covers both part and algorithm."""
 
     place = LEAF
 
@@ -1581,7 +1593,7 @@ class PoolUnderWay(Pool, Buffered):
 
 
 def difference(tensor: Tensor, reference: Tensor) -> float:
-    """Return the distance of two tensors beyond rounding in their type."""
+    """Return the distance of two tensors after subtraction of rounding errors in their type."""
     if tensor.shape != reference.shape:
         return math.inf
     if not tensor.numel():
@@ -1615,7 +1627,7 @@ AVERAGED = {"fedavg", "fedprox", "moon", "fedsam", "fedasam", "fedgen"}
 
 
 def definition(method: Method, setting: Setting) -> Definition:
-    """The definition of one algorithm or part."""
+    """Return the definition of one algorithm or part."""
     name = name_of(method)
     if name in KINDS:
         return KINDS[name](method, setting)
@@ -1637,7 +1649,7 @@ def definitions(method: Any, setting: Setting) -> list[Definition]:
 
 
 class Chain:
-    """The definitions of an expression for the round in progress, in the order of its moments."""
+    """The definitions of an expression for the current round, in order of their positions."""
 
     def __init__(self, method: Method, setting: Setting) -> None:
         self.method = method
@@ -1659,12 +1671,12 @@ class Chain:
         return self.levels[-1]
 
     def finish(self, round: Round) -> None:
-        """End a round, and begin the next stage if it is due."""
+        """End a round and start the next stage if it is due."""
         self.first.finish(round)
         self.link()
 
     def rebind(self, method: Method) -> None:
-        """Let the definitions describe the method of a resumed run with the same parameters."""
+        """Attach the definitions to the method of a resumed run with the same parameters."""
         fresh = dict(enumerate(components(method)))
         pairs = {id(old): fresh[k] for k, old in enumerate(components(self.method))}
         self.method = method
@@ -1673,7 +1685,7 @@ class Chain:
 
 
 def unfolded(levels: Sequence[Definition]) -> list[Definition]:
-    """The definitions with those of the stages in progress behind each `Stages`."""
+    """Return the definitions, with the definitions of the current stage after each `Stages`."""
     result: list[Definition] = []
     for level in levels:
         result.append(level)
@@ -1683,7 +1695,7 @@ def unfolded(levels: Sequence[Definition]) -> list[Definition]:
 
 
 def weights_of(selection: Selection, sizes: Sequence[int]) -> list[float]:
-    """The weights of the selected clients, by slot."""
+    """Return the weights of the selected clients, by slot."""
     if selection.weights is not None:
         return list(selection.weights)
     return [float(sizes[client]) for client in selection.clients]

@@ -1,5 +1,6 @@
-"""Runs cases and holds each round against the definitions; as a program: python
-tests/seams/harness.py --minutes 30
+"""Runs cases and compares each round with the definitions.
+
+As a program: python tests/seams/harness.py --minutes 30
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
+if __name__ == "__main__":  # as a program: add the folder of the test modules, as pytest does
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
@@ -53,12 +54,13 @@ from seams.setting import SIZES, ClientRecord, Recording, Records, federation, s
 
 
 class Deviation(AssertionError):
-    """A round is not what the definitions say."""
+    """A round differs from the definitions."""
 
 
 def run_case(case: Case, directory: Path | None = None) -> None:
-    """Run one case round by round; replies that are folded come in blocks of two slots where it
-    runs straight. Raises `Deviation`.
+    """Run one case round by round.
+
+    In straight courses, foldable replies come in blocks of two slots. Raises `Deviation`.
     """
     slots = {"LEAST_SLOTS": 2, "MOST_SLOTS": 2} if case.course == "straight" else {}
     with mock.patch.multiple("fedloom.records", **slots) if slots else nullcontext():
@@ -124,7 +126,7 @@ def setting_of(run: Federation) -> Setting:
 def records_by_level(recording: Recording, definitions: Chain, number: int) -> list[Records]:
     """Return the records of a round by definition.
 
-    A definition that acts at no client has the records of the next one.
+    A definition without work at clients has the records of the next definition.
     """
     records: list[Records] = []
     following: Records = {}
@@ -146,7 +148,7 @@ def compare(
     number: int,
     counters: Tensor,
 ) -> None:
-    """Raise `Deviation` unless what was sent, coded, counted and received is as defined."""
+    """Raise `Deviation` unless all messages, codes, counts and replies match the definitions."""
     round, selection = recording.selections[number]
     round = replace(round, selected=selection.clients)
     outer, record = recording.of(number), run.history[number - 1]
@@ -196,16 +198,14 @@ def compare(
 def same_clients(
     case: Case, recording: Recording, definitions: Chain, round: Round, refused: Sequence[int]
 ) -> None:
-    """Raise `Deviation` unless the clients work on what travelled, as each definition says."""
+    """Raise `Deviation` unless the clients use the transmitted messages as defined."""
     number = round.number
     records, wire = records_by_level(recording, definitions, number), recording.of(number)
     if wire.keys() != records[0].keys():
         raise Deviation(
             f"round {number}: {sorted(wire)} were sent something, and {sorted(records[0])} work"
         )
-    if (
-        case.change is not None and number == 2
-    ):  # idle clients are not refused, and change theirs too
+    if case.change is not None and number == 2:  # idle clients also change replies, without a fault
         refused = [*refused, *(client for client in wire if client % 3 == 0)]
     for client, record in wire.items():
         own = records[0][client]
@@ -237,9 +237,11 @@ def same_counters(
     before: Tensor,
     number: int,
 ) -> None:
-    """Integer buffers become the largest of the answers, grown by no more than four times the lower
-    median; under a robust rule that median, where the answers are enough to outvote a minority.
-    Where clients keep their own, the server's stay.
+    """Compare the server's integer buffers with the expected values.
+
+    The expected value is the largest answer, limited to a growth of four times the lower median. A
+    robust rule takes the lower median if the answers can outvote a minority. If clients have
+    private buffers, the server's buffers are constant.
     """
     if not run.task.layout.integers or not leaf.whole or "stages" in case.expression or not records:
         return
@@ -268,9 +270,11 @@ def same_bytes(
     record: dict[str, Any],
     faulty: dict[int, str],
 ) -> None:
-    """Bytes up are those of the answers that counted, bytes down those of what was sent to each who
-    was reached. Whoever was asked before the selection was sent a model and answered a number; the
-    selected ones are not sent the same once more.
+    """Compare the counted bytes with the messages.
+
+    Uploads count for accepted answers, and downloads count for all reached clients. A client in a
+    poll receives a model and answers a number. Selected clients do not receive the same message
+    again.
     """
     _, selection = recording.selections[record["round"]]
     counters = 8 * run.task.layout.integers if leaf.whole else 0
@@ -306,7 +310,7 @@ def size_of(message: dict[str, Tensor]) -> int:
 
 @dataclass
 class Outcome:
-    """Return how many cases agreed, and what deviated."""
+    """Number of cases that agree, and the deviations."""
 
     agreed: int = 0
     deviations: list[tuple[Case, str]] = field(default_factory=list)
@@ -314,7 +318,7 @@ class Outcome:
 
 
 def run_all(cases: Iterable[Case], seconds: float = float("inf")) -> Outcome:
-    """Run cases, as many as there is time for."""
+    """Run cases until the time is over."""
     outcome, end = Outcome(), time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="fedloom-seams-") as folder:
         for k, case in enumerate(cases):
@@ -337,7 +341,7 @@ def run_all(cases: Iterable[Case], seconds: float = float("inf")) -> Outcome:
 
 
 def table(outcome: Outcome) -> str:
-    """Return what was tried, by part: methods accepted, refused and run, and numbers of cases."""
+    """Return a table by part: accepted, refused and tested methods, and numbers of cases."""
     lines = [
         "| part | takes | refuses | methods run | cases | deviations |",
         "|---|---|---|---|---|---|",

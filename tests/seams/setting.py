@@ -1,4 +1,4 @@
-"""A small federation, and a recording of what its clients were sent and uploaded, at their hooks."""
+"""A small federation, and recordings of downloads and uploads at the clients' hooks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = (3, 6, 8, 4, 7, 5, 2, 9, 6)
 
 
 class Net(nn.Module):
-    """Two layers, with batch norm between them where `norm` says so."""
+    """Two layers, with batch norm between them if `norm` is True."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -54,8 +54,9 @@ def small_task(
     local_test: float | None = None,
     **training: Any,
 ) -> Task:
-    """Unequal clients with random data; `model` is plain, norm (batch norm), frozen (a bias that
-    does not train) or float32.
+    """Return a task with random data and clients of unequal size.
+
+    `model` is plain, norm (batch norm), frozen (a bias without training) or float32.
     """
     generator = torch.Generator().manual_seed(11)
     dtype = torch.float32 if model == "float32" else torch.float64
@@ -80,7 +81,7 @@ def small_task(
 
 @dataclass
 class ClientRecord:
-    """Work of one client in a round as one component saw it: copies of its inbox and its reply."""
+    """Work of one client in a round for one component: copies of its inbox and its reply."""
 
     client: int
     uploads: bool
@@ -93,22 +94,22 @@ Records = dict[int, ClientRecord]
 """Records of a round by client."""
 
 WIRE = -1
-"""Position of the records of what travelled, before and after all parts."""
+"""Position of the records of transmitted messages, before and after all parts."""
 
 
 @dataclass
 class Recording:
-    """What the hooks of the parts and of the algorithm were given and returned, by round.
+    """Inputs and outputs of the hooks of the parts and the algorithm, by round.
 
     Attributes:
         methods: The parts and algorithms of the expression, in the order of its text.
         records: By round and position in `methods` (or `WIRE`), the records of the clients.
         selections: The round and the selection, by round.
-        calls: How often a position made or changed the message of the present round, by hook.
-        asked: The message and the clients of the poll before the selection, by round.
+        calls: Number of calls that made or changed the current message, by hook and position.
+        asked: The message and the clients of a poll before the selection, by round.
         sent: The message of the algorithm, by round.
         counting: True from the selection to the end of the round.
-        impure: What selecting changed, if anything.
+        impure: Description of an impure selection, or "".
     """
 
     methods: list[Method]
@@ -120,11 +121,12 @@ class Recording:
     counting: bool = False
     impure: str = ""
     inboxes: dict[int, Message] = field(default_factory=dict)
-    """What the parts that decode downloads were given, by position, until the client replies."""
+    """Inputs of the parts that decode downloads, by position, until the client replies."""
 
     def of(self, number: int, method: Method | None = None) -> Records:
-        """Return what travelled in a round, or the records of a method that acted at clients, or
-        {}.
+        """Return the transmitted messages of a round, or the records of a method at the clients.
+
+        Returns {} without records.
         """
         position = WIRE if method is None else self.position(method)
         return self.records.get(number, {}).get(position, {})
@@ -150,14 +152,14 @@ class Recording:
 
 
 Change = Callable[[int, int, Message], Message]
-"""What a client uploads in place of its reply, from the round, the client and the reply."""
+"""Function of the round, the client and the reply that returns another upload."""
 
 MAKING = ("send", "message", "move", "encode_down")
-"""Hooks that make or change the message of a round: each is called once."""
+"""Hooks that make or change the message of a round. The pipeline calls each of them once."""
 
 
 def record(run: Federation, change: Change | None = None) -> Recording:
-    """Record the hooks of all components of a run. `change` alters replies before they travel."""
+    """Record the hooks of all components of a run. `change` alters replies before transfer."""
     recording = Recording(list(components(run.algorithm)))
     for position, method in enumerate(recording.methods):
         for hook in MAKING:
@@ -171,7 +173,7 @@ def record(run: Federation, change: Change | None = None) -> Recording:
 
     def recorded_at(number: int) -> Pipeline:
         pipeline = at(number)
-        if "work" not in vars(pipeline):  # a course keeps its pipelines for a while
+        if "work" not in vars(pipeline):  # a course caches its pipelines
             _record_pipeline(pipeline, recording, run.course, change)
         return pipeline
 
@@ -210,7 +212,7 @@ def _record_algorithm(algorithm: Algorithm, position: int, recording: Recording)
 def _record_part(part: Part, position: int, recording: Recording, course: Course) -> None:
     """Record the client hooks of a part.
 
-    A part that encodes is recorded as it encodes, with the inbox before it decoded the download.
+    The record of an encoding part starts with the inbox before decoding of the download.
     """
     train, poll, encode, corrupt = part.train, part.poll, part.encode, part.corrupt
     decode_down = part.decode_down
@@ -257,7 +259,7 @@ def _record_part(part: Part, position: int, recording: Recording, course: Course
 def _record_pipeline(
     pipeline: Pipeline, recording: Recording, course: Course, change: Change | None
 ) -> None:
-    """Record what a pipeline selects, sends and uploads."""
+    """Record the selections, downloads and uploads of a pipeline."""
     select, begin, finish, work = pipeline.select, pipeline.open, pipeline.finish, pipeline.work
 
     def selecting(round: Round) -> Selection:
@@ -298,9 +300,7 @@ def _record_pipeline(
 
 
 class LossyEngine(RowsEngine):
-    """A simulation in which the answers of some clients are lost, and others are changed on their
-    way.
-    """
+    """A simulation that loses the answers of some clients and changes others in transit."""
 
     lost: Callable[[int, int], bool] = staticmethod(lambda number, client: False)
     tamper: Callable[[int, int, dict[str, Tensor]], dict[str, Tensor]] | None = None
@@ -330,7 +330,7 @@ def federation(
     awaited: int = 5,
     **schedule: Any,
 ) -> tuple[Federation, Recording]:
-    """A federation of `awaited` clients a round, and the recording of what goes on in it."""
+    """Return a federation of `awaited` clients per round and its recording."""
     task = small_task() if task is None else task
     method = build(expression)
     options = {"seed": 3, "evaluate_every": 1000, "checkpoint_every": 1000} | schedule
@@ -343,8 +343,9 @@ PROOFS: dict[tuple[object, ...], Proof] = {}
 
 
 def proof_of(task: Task) -> Proof:
-    """Return which shortcuts the task allows, found once for tasks of one kind: that takes as long
-    as some rounds.
+    """Return the valid shortcuts of a task.
+
+    The result is cached for similar tasks, because the search takes as long as some rounds.
     """
     kind = (str(task.model), task.layout.dtype, task.layout.frozen, repr(task.training))
     if kind not in PROOFS:
@@ -353,7 +354,7 @@ def proof_of(task: Task) -> Proof:
 
 
 def answered(run: Federation, recording: Recording, number: int) -> list[int]:
-    """The clients of a round whose answers counted, in the order of their slots."""
+    """Return the clients of a round with accepted answers, in slot order."""
     record = run.history[number - 1]
     faulty = {fault["client"] for fault in record["faults"]}
     return [client for client in record["clients"] if client not in faulty]

@@ -1,5 +1,6 @@
-"""A selection of the harness's cases in which every pair of factors occurs; `make chaos` runs all
-of them.
+"""A selection of the harness's cases that contains each pair of factors.
+
+`make chaos` runs all cases.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ def test_rounds_are_what_the_definitions_say(method: str, tmp_path: Path) -> Non
 
 
 def require_definitions(cases: Sequence[Case], directory: Path) -> None:
-    """Require that every round of the cases is what the definitions of their methods and wrappers
-    say.
-    """
+    """Require that each round of the cases matches the definitions of methods and wrappers."""
     for number, case in enumerate(cases):
         folder = directory / str(number)
         folder.mkdir()

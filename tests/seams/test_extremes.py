@@ -1,5 +1,6 @@
-"""Every number that a method takes, at the ends of its range and far beyond: refused at set-up in
-one line, or rounds.
+"""Extreme values of each numeric parameter.
+
+Each value causes a one-line error at set-up or can be used in rounds.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from seams.setting import LossyEngine, federation, proof_of, small_task
 COUNTS = (0, -1, 10**13, 2**62)
 NUMBERS = ("0.0", "-0.5", "1e-300", "1e-160", "1e30", "1e300")
 INSIDE = {"private": ", noise=0.3", "local_private": ", noise=0.3", "dp_sgd": ", noise=0.3"}
-ALWAYS = {"stages"}  # whose options stand beside stages
+ALWAYS = {"stages"}  # its options appear beside stages
 
 
 def expressions(name: str) -> Iterator[tuple[str, int]]:
-    """Each parameter of a method with each number, and how many rounds to run: none where a count
-    would take for ever.
+    """Yield each parameter of a method with each number, and the number of rounds to run.
+
+    Counts run zero rounds, because a large count would take too long.
     """
     wraps = needs_method(algorithms[name])
     for parameter in algorithms[name].parameters.values():

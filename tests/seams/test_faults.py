@@ -1,4 +1,4 @@
-"""Where two parts meet: missing replies, sampling and accounting, decoding and checks."""
+"""Interactions of two parts: missing replies, sampling, accounting, decoding and checks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def steps(run: Federation, count: int) -> None:
 
 
 def require_refusal(expression: str, reason: str, **options: object) -> None:
-    """Require that the combination is refused at set-up, in one line that holds `reason`."""
+    """Require a one-line error with `reason` at set-up of the combination."""
     with pytest.raises(InvalidValue, match=re.escape(reason)) as caught:
         federation(expression, **options)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
-# --- methods with one model each ---
+# --- methods with one model per client ---
 
 
 def variance(rows: Tensor) -> float:
@@ -80,7 +80,7 @@ def test_the_blend_counts_absent_slots_as_they_were_sent() -> None:
 
 
 def test_each_update_is_clipped_from_the_model_that_its_client_was_sent() -> None:
-    """K is even and the mutations are opposite, so that the mean of what is sent is the model."""
+    """K is even and mutations are opposite, so the mean of the downloads is the model."""
     task, radius = small_task(sizes=SIZES[:8]), 0.1
     expression = f"robust(fedmut(beta=0.0), rule=clipping, radius={radius})"
     run, recording = federation(expression, task, awaited=4, rounds=5)
@@ -193,7 +193,7 @@ ACCOUNTED = pytest.mark.parametrize(
 
 
 def private_part(method: Method) -> Part:
-    """Return the part of an expression with which clients protect their uploads."""
+    """Return the part of an expression that protects the uploads of clients."""
     return next(part for part in components(method) if isinstance(part, DPSGD | LocalPrivate))
 
 
@@ -265,7 +265,7 @@ def test_held_out_losses_are_not_private(expression: str, reason: str, method: s
 
 
 def test_over_selection_does_not_let_another_client_in() -> None:
-    """A client let in for an absent one would make the sums differ by two clips."""
+    """If another client replaced an absent one, the sums would differ by two clips."""
     clock = Clock(speed="stragglers(100, 10)", over_selection=0.8)
     require_refusal(
         "private(fedavg, noise=1.0)", "another client replaces a missing one", clock=clock
@@ -343,7 +343,7 @@ def test_a_sample_of_infinite_gradient_does_not_make_the_upload_nan(scale: float
     task.train.inputs[2] = scale
     run, recording = federation(
         "dp_sgd(fedavg, noise=0)", task, awaited=9
-    )  # nothing is evaluated in round 1 of 4
+    )  # no evaluation in round 1 of 4
     run.step()
     assert run.history[0]["faults"] == []
     for record in recording.of(1).values():
@@ -354,8 +354,10 @@ def test_a_sample_of_infinite_gradient_does_not_make_the_upload_nan(scale: float
 
 
 def test_a_round_without_arrivals_is_no_version() -> None:
-    """Two clients train at a time; nobody answers in time in round 2, so that the reply of round 3
-    is as fresh as in round 1.
+    """A round without arrivals does not count for staleness.
+
+    Two clients train at a time. No client answers in time in round 2. The reply of round 3 is thus
+    as fresh as in round 1.
     """
     clock = Clock(speed=20.0, deadline=0.2)
     run, recording = federation(
@@ -493,7 +495,7 @@ def test_what_decodes_to_no_finite_model_is_refused_by_client(coded: str, inner:
     )
     decodes = coded.startswith(
         "sparse"
-    )  # 3e38 is a float, which plain averaging must believe for a round
+    )  # 3e38 is a valid float, so plain averaging accepts it for one round
     steps(run, 1 if decodes and inner == "fedavg" else 2)
     assert bool(torch.isfinite(run.model()).all())
     for record in run.history:
@@ -501,7 +503,7 @@ def test_what_decodes_to_no_finite_model_is_refused_by_client(coded: str, inner:
         assert faults == [4] or (decodes and faults == [])
 
 
-# --- what a method returns and is sent ---
+# --- inputs and outputs of methods ---
 
 
 class TrainsNothing(FedAvg):
@@ -514,14 +516,14 @@ def test_clients_that_train_no_epoch_leave_the_model() -> None:
     run.step()
     torch.testing.assert_close(
         run.model(), run.task.initial, rtol=1e-12, atol=1e-12
-    )  # a mean of equals
+    )  # a mean of equal models
 
 
 class Shares(FedAvg):
-    """Clients return a share beside the model, every second one as a whole number."""
+    """Clients return an additional share, and every second client returns an integer."""
 
     parity = 0
-    """Clients whose number has this remainder by two return a whole number."""
+    """Clients with a number of this parity return an integer."""
 
     def expects(self, round: Round) -> dict[str, tuple[int, ...]]:
         return {"model": (self.plan.layout.size,), "share": (1,)}
@@ -560,7 +562,7 @@ def test_a_reply_of_another_type_is_refused_and_the_others_are_averaged(parity: 
 
 
 class OwnIntegers(FedAvg):
-    """A method that sends and keeps something that it calls `integers`."""
+    """A method that sends and stores a tensor named `integers`."""
 
     def setup(self, plan: object) -> None:
         super().setup(plan)  # type: ignore[arg-type]
@@ -598,7 +600,7 @@ def test_a_method_may_call_something_integers(model: str, tmp_path: Path) -> Non
 
 
 class HalvedDownload(Part):
-    """A part that changes what is sent."""
+    """A part that changes downloads."""
 
     def message(self, round: Round, message: Message) -> Message:
         return {name: rows / 2 for name, rows in message.items()}

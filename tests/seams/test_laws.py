@@ -1,5 +1,7 @@
-"""Laws that hold whoever answers: sums under privacy, what epsilon counts, and how far one client
-moves a robust estimate.
+"""Laws for any attendance.
+
+Sums under privacy, the releases that epsilon counts, and the influence of one client on a robust
+estimate.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def test_no_upload_is_farther_from_what_was_sent_than_the_clip(expression: str, 
 
 @pytest.mark.parametrize("awaited", [1, 5])
 def test_epsilon_is_that_of_as_many_releases_as_rounds(awaited: int) -> None:
-    """Rounds to which nobody came are releases too."""
+    """Rounds without any client also count as releases."""
     run, _ = federation(
         "private(fedavg, noise=1.0)", awaited=awaited, participation_mode="poisson", rounds=6
     )
@@ -102,7 +104,7 @@ def test_epsilon_is_that_of_as_many_releases_as_rounds(awaited: int) -> None:
 def test_epsilon_is_that_of_the_client_that_uploaded_most(
     wrapper: str, attendance: dict[str, float]
 ) -> None:
-    """Clients that are selected and lost count: their updates may have been seen."""
+    """Selected clients with lost replies count, because their updates may have been seen."""
     run, _ = federation(wrapper.format("local_private(fedavg, noise=1.0)"), rounds=6, **attendance)
     counts = [0] * len(SIZES)
     for _ in range(1, 6):
@@ -120,7 +122,7 @@ def test_epsilon_is_that_of_the_client_that_uploaded_most(
 @pytest.mark.parametrize("method", methods())
 @pytest.mark.filterwarnings("ignore:pfedme")
 def test_evaluating_changes_no_model_and_serves_clients_that_never_train(method: str) -> None:
-    """In wrappers in turn, round after round with all figures, and without any."""
+    """Evaluation in each round gives the same models as no evaluation, in different wrappers."""
     number = methods().index(method)
     wrappers = [wrapper for wrapper in WRAPPERS if not pair_refusal(method, wrapper)]
     for wrapper in ("none", wrappers[number % len(wrappers)]):
@@ -151,8 +153,9 @@ def test_evaluating_changes_no_model_and_serves_clients_that_never_train(method:
 def test_one_client_moves_what_the_server_keeps_by_a_bounded_amount(
     rule: str, inner: str, lie: float
 ) -> None:
-    """All that a client uploads lies, beside the model too; three rounds, so that what is kept
-    counts.
+    """False uploads of one client have a bounded effect on the server's state.
+
+    All tensors of the upload are false. After three rounds, the state of the server has an effect.
     """
 
     def lying(number: int, client: int, reply: dict[str, Tensor]) -> dict[str, Tensor]:

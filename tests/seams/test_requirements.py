@@ -1,4 +1,4 @@
-"""Hooks of each part, and which algorithms and parts fit together, in tables by hand."""
+"""Manual tables of the hooks of each part, and of compatible algorithms and parts."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ HOOKS_OF: dict[str, set[str]] = {
     "stages(fedavg:auto, fedmr)": {"train", "expects", "rewrite"},
     "gossip(fedavg)": {"select", "message", "deploy", "observe", "mix", "report"},
 }
-"""The hooks in which the outermost part of an expression acts."""
+"""The hooks that the outermost part of an expression uses."""
 
 WITHOUT_INTEGERS = ("dp_sgd", "local_private", "private")
 EVERYBODY = ("private", "gossip")
 
 
 def calls_of(part: Part) -> set[str]:
-    """Return a set that will hold the names of the hooks of a part that were called."""
+    """Return a set that collects the names of the called hooks of a part."""
     called: set[str] = set()
 
     def watch(hook: str, act: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def calls_of(part: Part) -> set[str]:
         return watched
 
     for hook in HOOKS:
-        if getattr(type(part), hook) is not getattr(Part, hook):  # that of the base does nothing
+        if getattr(type(part), hook) is not getattr(Part, hook):  # the base hook does nothing
             setattr(part, hook, watch(hook, getattr(part, hook)))
     return called
 
@@ -104,7 +104,7 @@ def test_a_run_calls_the_declared_hooks_of_a_part_and_no_others(expression: str)
 
 
 def test_every_part_is_in_the_tables() -> None:
-    """A new part needs its hooks here and, around methods, an expression in `seams.cases.PLACES`."""
+    """A new part needs its hooks here and, around methods, an entry in `seams.cases.PLACES`."""
     named = {expression.partition("(")[0] for expression in HOOKS_OF}
     assert named == {entry.name for entry in algorithms if issubclass(entry.make, Part)}
     around = {text.partition("(")[0] for text in WRAPPERS.values()}
@@ -115,7 +115,7 @@ def test_every_part_is_in_the_tables() -> None:
 
 
 class Probe(FedAvg):
-    """FedAvg with a client half of its own, equal weights, and facts that a test sets."""
+    """FedAvg with another client half, equal weights and facts from a test."""
 
     weighted: bool = False
     stated = Facts(anonymous=True)
@@ -136,7 +136,7 @@ class ProbeNoModel(Probe):
 
 
 class ProbeExtra(Probe):
-    """Clients upload a number beside the model."""
+    """Clients upload an additional number."""
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (self.plan.layout.size,), "extra": (1,)}
@@ -153,7 +153,7 @@ class ProbePart(Probe):
 
 
 class ProbeAddressed(Probe):
-    """Each client is sent a number of its own."""
+    """Each client receives a separate number."""
 
     def send(self, round: Round) -> Message:
         return {**super().send(round), "own": torch.zeros(len(round.selected), 1)}
@@ -239,12 +239,13 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
         },
     ),
 }
-"""Probe algorithms, and the parts that refuse them with words of the reason. All others accept
-them.
+"""Probe algorithms, and the parts that refuse them, with words of the reason.
+
+All other parts accept them.
 """
 
 LOCAL = "fedmr, local"
-"""This takes no part around an algorithm but the client half of one, by its class."""
+"""An expression that accepts no part around an algorithm, only the client half of one."""
 
 POISSON = ["clustered", "clustered by size", "power_of_choice", *STALE]
 
@@ -259,7 +260,7 @@ def registered(kind: type[Probe]) -> Iterator[None]:
 
 
 def refusal_of(expression: str, model: str = "plain", **options: Any) -> str:
-    """Return the reason why a federation is refused, in one line; "" if it is accepted."""
+    """Return the one-line reason why a federation is refused, or "" if it is accepted."""
     try:
         federation(expression, small_task(model), **{"awaited": 9} | options)
     except InvalidValue as error:
@@ -315,7 +316,7 @@ def test_facts_decide_how_clients_may_take_part(
     expression = WRAPPERS[name].format("probe")
     with registered(probe(**{fact: True})):
         assert reason in refusal_of(expression, **options)
-    if name != "robust median" or "clock" in options:  # which needs enough replies in every round
+    if name != "robust median" or "clock" in options:  # it needs enough replies in each round
         with registered(probe()):
             assert not refusal_of(expression, **options)
 
@@ -345,7 +346,7 @@ def test_facts_of_the_algorithm_hold_for_the_pipeline(name: str) -> None:
     assert pipeline.personal
 
 
-# --- parts with each other ---
+# --- combinations of parts ---
 
 ONCE = "is allowed only once"
 SAMPLERS = "already selects the clients"
@@ -400,7 +401,7 @@ PAIRS: dict[str, str] = {
     "feddecorr(dp_sgd(fedavg, noise=1.0))": "clients of feddecorr use their samples for more",
     "secure(stages(fedmr:1, fedmr(unit=tensor)))": "move different units",
 }
-"""Expressions of several parts that are refused, with a part of the reason."""
+"""Refused expressions of several parts, with words of the reason."""
 
 
 @pytest.mark.parametrize("expression", PAIRS)
@@ -427,7 +428,7 @@ EQUAL = [
     ),
     ("sign_flip(local_private(fedavg, noise=0.3))", "local_private(sign_flip(fedavg), noise=0.3)"),
 ]
-"""Expressions that mean the same, since parts act in the order of the moments of a round."""
+"""Expressions with equal meaning, because parts act in the order of a round."""
 
 
 @pytest.mark.parametrize(("one", "other"), EQUAL)
@@ -445,5 +446,5 @@ def test_parts_sort_into_places(one: str, other: str) -> None:
 
 
 def test_an_estimate_hides_whose_an_upload_is() -> None:
-    """The median does not depend on whose a layer is, though the mean of fedavg would."""
+    """The median does not depend on the owner of a layer, but the mean of fedavg would."""
     assert not refusal_of("secure(robust(fedavg, rule=median))")
