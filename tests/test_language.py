@@ -94,7 +94,7 @@ def test_the_base_may_be_in_half_precision_and_the_whole_model_may_train(folder:
 def test_adapters_cost_a_small_part_of_the_whole_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The shortened script from examples/ sends 18.4 kB instead of 449.5 kB.
+    """With adapters, the shortened script from examples/ sends 18.4 kB instead of 449.5 kB.
 
     It runs in this process, because importing transformers takes seconds.
     """

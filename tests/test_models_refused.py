@@ -1,4 +1,4 @@
-"""Models that cannot train or do not match the data work or cause a one-line error."""
+"""Unusual models: each model trains or causes a one-line error."""
 
 from __future__ import annotations
 

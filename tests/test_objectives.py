@@ -268,7 +268,7 @@ def test_engines_agree(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_client_trains_as_plain_torch_does(kind: str) -> None:
-    """A client with one batch of all samples equals plain torch, independent of sample order."""
+    """Training equals plain torch. One batch of all samples makes their order irrelevant."""
     samples, model, objective, classes = draw(kind)
     data = Dataset(
         kind, samples, samples[:0], classes, vocabulary=5 if kind == "sequence" else None, objective=objective,

@@ -42,7 +42,7 @@ from test_released import interrupted, sites
     "inside", ["{}(power_of_choice(fedavg), noise=1.0)", "power_of_choice({}(fedavg, noise=1.0))"]
 )
 def test_no_part_polls_clients_beside_the_privacy_of_another_one(inside: str, part: str) -> None:
-    """Polls return losses of private samples without clipping and noise."""
+    """A part with a poll is refused, because losses would bypass clipping and noise."""
     with pytest.raises(
         InvalidValue, match="clients would return losses without the privacy"
     ) as caught:

@@ -117,8 +117,8 @@ def test_a_pool_with_more_spread_than_common_progress_after_15_percent_of_the_ro
     assert early([0.2] * 5) == []
     assert early([None] + [0.3] * 30) == []  # two stages: not covered by the measurements
     assert early([0.3] * 19, rounds=19) == []
-    assert len(early([0.3] * 4, every=8)) == 1  # first evaluation after 20 % of the rounds
-    assert early([0.3] * 4, every=11) == []  # first evaluation after 28 %
+    assert len(early([0.3] * 4, every=8)) == 1  # first evaluation at 20 % of the rounds
+    assert early([0.3] * 4, every=11) == []  # first evaluation at 28 %
 
 
 def test_the_ratio_is_the_common_progress_over_the_variance_of_the_pool() -> None:
