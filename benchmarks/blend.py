@@ -166,7 +166,8 @@ def table(done: dict[tuple[Setting, str, int], dict[str, Any]]) -> None:
                 row["seeds"] = str(len(runs))
         rows.append(row)
     tell(
-        "Mean accuracy of the last four of forty evaluations, % (mean cosine similarity of the pool)",
+        "Mean accuracy of the last four of forty evaluations, % (mean cosine similarity of the "
+        "pool)",
         rows,
     )
 
@@ -193,7 +194,8 @@ def main() -> None:
             done[setting, method, seed] = run = measure(setting, method, seed, arguments.mnist)
             append(arguments.record, run)
             print(
-                f"{len(done)} runs: {setting}, {method}, seed {seed}: {100 * run['accuracy'][-1]:.1f} %",
+                f"{len(done)} runs: {setting}, {method}, seed {seed}: "
+                f"{100 * run['accuracy'][-1]:.1f} %",
                 flush=True,
             )
     table(done)

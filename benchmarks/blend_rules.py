@@ -229,7 +229,10 @@ def row(rule: str, done: Runs, where: list[Setting]) -> str | None:
     )
     worst = sorted(leads.values())
     behind = sum(lead < -1 for lead in worst)
-    return f"| {rule} | {share} | {statistics.fmean(worst):+.1f} | {behind} | {worst[0]:+.1f}, {worst[1]:+.1f} |"
+    return (
+        f"| {rule} | {share} | {statistics.fmean(worst):+.1f} | {behind} | {worst[0]:+.1f}, "
+        f"{worst[1]:+.1f} |"
+    )
 
 
 def print_tables(done: Runs) -> None:

@@ -187,7 +187,8 @@ def main() -> None:
         free = shutil.disk_usage(folder).free
         if free < 1.1 * needed:
             parser.error(
-                f"needs {needed / 1e9:.0f} GB of disk, {free / 1e9:.0f} GB are free: take fewer --clients"
+                f"needs {needed / 1e9:.0f} GB of disk, {free / 1e9:.0f} GB are free: take "
+                "fewer --clients"
             )
         rounds = chosen.turns * -(-chosen.clients // chosen.participants)
         schedule = Schedule(

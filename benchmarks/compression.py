@@ -58,7 +58,8 @@ def main() -> None:
     )
     model = "mlp(hidden=[64, 64])" if options.data == "digits" else "mlp(hidden=[200])"
     print(
-        f"| method | best accuracy, % | rounds to {options.target:.0%} | MB to {options.target:.0%} | bytes of a round |"
+        f"| method | best accuracy, % | rounds to {options.target:.0%} | MB to "
+        f"{options.target:.0%} | bytes of a round |"
     )
     print("|---|---|---|---|---|")
     for method in options.methods:

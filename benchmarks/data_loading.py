@@ -62,7 +62,8 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"batch of {_BATCH}: gather and prepare {share['batch_ms']:.3f} ms, step {share['step_ms']:.2f} ms, "
+        f"batch of {_BATCH}: gather and prepare {share['batch_ms']:.3f} ms, step "
+        f"{share['step_ms']:.2f} ms, "
         f"share {share['share']:.1%}"
     )
     print(json.dumps({"loading": figures, "batch": share}))

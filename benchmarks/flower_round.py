@@ -68,7 +68,8 @@ def main() -> None:
     for minutes, (seconds, spent) in results.items():
         print(f"| {'with' if minutes else 'without'} | {seconds:.1f} | {spent:.2f} |")
     print(
-        f"\nratio: {results[0][0] / results[5][0]:.2f} in seconds, {results[0][1] / results[5][1]:.2f} in processor seconds"
+        f"\nratio: {results[0][0] / results[5][0]:.2f} in seconds, "
+        f"{results[0][1] / results[5][1]:.2f} in processor seconds"
     )
 
 

@@ -138,7 +138,10 @@ def _details(record: ExhibitRecord) -> str:
     versions = ", ".join(
         f"{name} {computed[name]}" for name in ("fedloom", "python", "torch") if name in computed
     )
-    machine = f"{computed.get('processor') or computed.get('machine', '')}, {computed.get('processors', '?')} cores"
+    machine = (
+        f"{computed.get('processor') or computed.get('machine', '')}, "
+        f"{computed.get('processors', '?')} cores"
+    )
     source = f"; transcribed from {record.source}" if record.source else ""
     lines = []
     for line in record.results:

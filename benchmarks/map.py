@@ -279,7 +279,8 @@ def tables(done: Runs) -> None:
             "model": setting.model,
             "partition": setting.partition,
             "wrong": f"{setting.noise:.0%}",
-            "share / epochs / rate / momentum": f"{setting.participation:g} / {setting.epochs} / {setting.rate:g} / "
+            "share / epochs / rate / momentum": f"{setting.participation:g} / {setting.epochs} "
+            f"/ {setting.rate:g} / "
             f"{setting.momentum:g}",
             "fedavg": f"{statistics.fmean(base):.1f}",
         }
@@ -297,7 +298,8 @@ def tables(done: Runs) -> None:
             )
         rows.append(row | {"seeds": str(len(base))})
     tell(
-        "FedAvg's mean of the last four evaluations, %, and by how many points the others end above it",
+        "FedAvg's mean of the last four evaluations, %, and by how many points the others end "
+        "above it",
         rows,
     )
     if foretold := foretelling(done):

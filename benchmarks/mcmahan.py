@@ -393,7 +393,8 @@ def main() -> None:
             append(RECORD, line)
             rounds = "not reached" if line["crossing"] is None else f"{line['crossing']:.1f}"
             print(
-                f"{plan.cell.text} rate {line['rate']:g} seed {seed}: {rounds} ({line['processor_seconds']} s)",
+                f"{plan.cell.text} rate {line['rate']:g} seed {seed}: {rounds} "
+                f"({line['processor_seconds']} s)",
                 flush=True,
             )
     table(done)

@@ -57,7 +57,8 @@ def main() -> None:
         learning_rate=0.1, epochs=2 if options.data == "digits" else 1, batch_size=20
     )
     print(
-        f"| clients' labels | method | s to {options.target:.0%} | seeds | final accuracy, % | s in all |"
+        f"| clients' labels | method | s to {options.target:.0%} | seeds | final accuracy, % | "
+        "s in all |"
     )
     print("|---|---|---|---|---|---|")
     for partition in ("iid", "dirichlet(0.3)"):
@@ -91,7 +92,8 @@ def main() -> None:
             to = spread(reached) if reached else "never"
             often = f"{len(reached)} of {options.seeds}"
             print(
-                f"| {partition} | {method} | {to} | {often} | {spread(final, 100)} | {spread(simulated)} |",
+                f"| {partition} | {method} | {to} | {often} | {spread(final, 100)} | "
+                f"{spread(simulated)} |",
                 flush=True,
             )
 

@@ -209,7 +209,8 @@ def tables(done: dict[Cell, dict[str, Any]]) -> None:
         ] + ["best"]
         print(f"\n### {data}, {group} group: every method in {len(complete)} settings and seeds\n")
         print(
-            f"| method | {' | '.join(heads)} | mean rank | above FedAvg | p (t-test) | p (exact) | verdict |"
+            f"| method | {' | '.join(heads)} | mean rank | above FedAvg | p (t-test) | p "
+            "(exact) | verdict |"
         )
         print("|---" * (len(heads) + 6) + "|")
         for number in sorted(

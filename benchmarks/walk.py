@@ -48,5 +48,6 @@ if __name__ == "__main__":
     for (module, name), times in calls.most_common() if "--calls" in sys.argv else ():
         print(f"{times:5}  {module}: {name}")
     print(
-        f"{len(calls)} functions in {len({module for module, _ in calls})} modules, {calls.total()} calls"
+        f"{len(calls)} functions in {len({module for module, _ in calls})} modules, "
+        f"{calls.total()} calls"
     )

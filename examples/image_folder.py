@@ -33,7 +33,8 @@ def main() -> None:
             training=fl.Training(learning_rate=0.1, epochs=2, batch_size=20),
         )
     print(
-        f"{len(task.train)} pictures to train on, {len(task.test)} to test on, of {task.dataset.classes} classes"
+        f"{len(task.train)} pictures to train on, {len(task.test)} to test on, of "
+        f"{task.dataset.classes} classes"
     )
     for method in ("fedavg", "stages(fedavg:10, fedmr)"):
         result = fl.run(method, task, rounds=20, participation=0.5)

@@ -91,9 +91,13 @@ def main() -> None:
                     method, task, rounds=ROUNDS, participation=0.5, evaluate_every=ROUNDS
                 )
                 sent = result.history[0]["bytes_down"] / len(result.history[0]["clients"]) / 1000
-                what = f"{name}, {method}: {len(task.layout.layers)} layers, {sent:.1f} kB a client and round"
+                what = (
+                    f"{name}, {method}: {len(task.layout.layers)} layers, {sent:.1f} kB a "
+                    "client and round"
+                )
                 print(
-                    f"{what}, perplexity {result.history[-1]['perplexity']:.2f} after {ROUNDS} rounds"
+                    f"{what}, perplexity {result.history[-1]['perplexity']:.2f} after {ROUNDS} "
+                    "rounds"
                 )
 
 

@@ -40,7 +40,8 @@ def main() -> None:
             metrics=[top_3],
         )
     print(
-        f"{task.clients} authors, {task.layout.trainable} weights, {task.dataset.vocabulary} characters"
+        f"{task.clients} authors, {task.layout.trainable} weights, {task.dataset.vocabulary} "
+        "characters"
     )
     for method in ("fedavg", "fedmr"):
         last = fl.run(method, task, rounds=12, participation=1.0, evaluate_every=12).history[-1]

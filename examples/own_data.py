@@ -74,7 +74,8 @@ def main() -> None:
             place = Path(folder) / str(number)
             result = fl.run(method, task, rounds=40, participation=0.25, directory=place)
             print(
-                f"{method:26} accuracy {100 * result.accuracy:.1f} %, best {100 * result.best_accuracy:.1f} %"
+                f"{method:26} accuracy {100 * result.accuracy:.1f} %, best "
+                f"{100 * result.best_accuracy:.1f} %"
             )
         # finished: only read
         again = fl.run(method, task, rounds=40, participation=0.25, directory=place)
@@ -86,7 +87,8 @@ def main() -> None:
     with torch.no_grad():
         right = (model(test.inputs).argmax(1) == test.labels).float().mean()
     print(
-        f"read from its file, the model has {100 * float(right):.1f} %, as the run had: {100 * again.accuracy:.1f} %"
+        f"read from its file, the model has {100 * float(right):.1f} %, as the run had: "
+        f"{100 * again.accuracy:.1f} %"
     )
 
 

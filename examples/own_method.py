@@ -50,7 +50,8 @@ def main() -> None:
         accuracies = "  ".join(f"{100 * result.accuracy:5.1f}" for result in results)
         reached = "  ".join(f"{result.rounds_to(0.7) or 'never':>5}" for result in results)
         print(
-            f"{method:34} {accuracies:>22} {reached:>16} {results[0].history[-1]['bytes_up'] / 1e3:>15.0f}"
+            f"{method:34} {accuracies:>22} {reached:>16} "
+            f"{results[0].history[-1]['bytes_up'] / 1e3:>15.0f}"
         )
     print("\nEvery method met the same clients, samples, initial models and selections.")
 

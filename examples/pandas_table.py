@@ -43,7 +43,8 @@ def main() -> None:
     )
     names = ", ".join(task.dataset.class_names or ())
     print(
-        f"{len(frame)} wines of {task.clients} vineyards; {task.dataset.spec.shape[0]} inputs; {names}"
+        f"{len(frame)} wines of {task.clients} vineyards; {task.dataset.spec.shape[0]} inputs; "
+        f"{names}"
     )
     for method in ("fedavg", "fedprox(mu=0.1)", "scaffold", "fedmr"):
         result = fl.run(method, task, rounds=20, participation=0.4)

@@ -53,7 +53,8 @@ def main() -> None:
             )
         )
     print(
-        "\nThe first two are over all test samples; the worst tenth and the spread (standard deviation) are over clients."
+        "\nThe first two are over all test samples; the worst tenth and the spread (standard "
+        "deviation) are over clients."
     )
 
 

@@ -84,7 +84,10 @@ class Browser:
         assert CHROMIUM is not None
         command_end, self._write = os.pipe()
         self._read, answer_end = os.pipe()
-        options = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
+        options = (
+            "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage "
+            "--no-first-run --remote-debugging-pipe"
+        )
         # The protocol uses the descriptors 3 and 4.
         script = f'exec "$0" {options} "$@" 3<&{command_end} 4>&{answer_end}'
         self._process = subprocess.Popen(

@@ -102,7 +102,10 @@ class Deployment:
             (folder / "flwr-clientapp").chmod(0o700)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._latest: int | None = None
-        connection = f'[superlink]\ndefault = "sites"\n\n[superlink.sites]\naddress = "127.0.0.1:{self.port}"\n'
+        connection = (
+            '[superlink]\ndefault = "sites"\n\n[superlink.sites]\naddress = '
+            f'"127.0.0.1:{self.port}"\n'
+        )
         home = self._home("operator")
         (home / "config.toml").write_text(
             connection + f'root-certificates = "{self.keys.server / "ca.crt"}"\n'
@@ -262,7 +265,8 @@ class Deployment:
             for name, process in self._processes.items():
                 if process.poll() is not None:
                     raise AssertionError(
-                        f"{name} ended with {process.returncode}, waiting for {event}\n{self.logs()}"
+                        f"{name} ended with {process.returncode}, waiting for "
+                        f"{event}\n{self.logs()}"
                     )
             if time.monotonic() > end:
                 raise AssertionError(

@@ -187,7 +187,8 @@ def test_the_command_names_each_mistake_with_its_line(capsys: pytest.CaptureFixt
     assert text.startswith("my_own:Forgetful: 1 to fix\n  my_own.py:13: Forgetful.train of client ")
     assert said_by(capsys, "check", "my_own:HalfStop") == (
         2,
-        "fedloom: algorithm 'my_own:HalfStop': module 'my_own' has no 'HalfStop': did you mean 'HalfStep'?\n",
+        "fedloom: algorithm 'my_own:HalfStop': module 'my_own' has no 'HalfStop': did you mean "
+        "'HalfStep'?\n",
     )
     code, text = said_by(capsys, "check", "fedmrr")
     assert code == 2
@@ -212,7 +213,8 @@ def test_an_error_in_a_users_code_shows_its_line(capsys: pytest.CaptureFixture[s
     code, text = said_by(capsys, "run", "job.toml", "algorithms=[my_own:Odd]", "--quiet")
     assert code == 1
     assert text == (
-        "fedloom: ValueError: no, not today (at my_own.py:19 in receive) (FEDLOOM_TRACEBACK=1 prints the traceback)\n"
+        "fedloom: ValueError: no, not today (at my_own.py:19 in receive) (FEDLOOM_TRACEBACK=1 "
+        "prints the traceback)\n"
     )
     Path("my_broken.py").write_text("import torch\n\nmodel = torch.nothing\n")
     code, text = said_by(

@@ -86,7 +86,8 @@ def test_verbose_says_what_share_of_a_matrix_product_training_reaches(fed: Say) 
     code, out, _ = fed("run", "job.toml", "--verbose")
     assert code == 0
     assert re.search(
-        r"^fastest round: \d+ clients trained in .+ s, [\d.,]+ GFLOP/s, \d+% of a large matrix product here",
+        r"^fastest round: \d+ clients trained in .+ s, [\d.,]+ GFLOP/s, \d+% of a large matrix "
+        r"product here",
         out,
         re.M,
     )
@@ -617,7 +618,8 @@ def test_earlier_names_of_lists_work_with_a_notice(fed: Say, kind: str) -> None:
     code, out, err = fed(kind)
     assert (code, out) == fed("list", kind)[:2]
     assert err == (
-        f"fedloom: fedloom {kind} is now fedloom list {kind}; the next version removes the old name\n"
+        f"fedloom: fedloom {kind} is now fedloom list {kind}; the next version removes the old "
+        "name\n"
     )
 
 

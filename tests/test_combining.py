@@ -44,7 +44,8 @@ def shown(first: str, second: str) -> dict[str, str]:
         ("fedala", "umf", ["umf(fedala)"]),
         ("fedavg", "scaffold", ["stages(fedavg:10, scaffold)", "stages(scaffold:10, fedavg)"]),
         ("secure", "robust(rule=median)", [
-            "robust(secure(fedavg(weighted=false)), rule=median)", "secure(robust(fedavg, rule=median))",
+            "robust(secure(fedavg(weighted=false)), rule=median)", "secure(robust(fedavg, "
+                                                                   "rule=median))",
         ]),
         ("stages", "umf", ["umf(stages(fedavg:10, fedavg))", "stages(umf(fedavg):10, fedavg)"]),
         ("fedbn", "umf", ["umf(fedbn)"]),
@@ -102,7 +103,8 @@ def test_the_command_prints_orders_moments_and_reasons(capsys: pytest.CaptureFix
     )
     assert main(["list", "fedmr", "--with", "robust"]) == 0
     assert capsys.readouterr().out == (
-        "robust(fedmr): refused\n    robust: fedmr needs each reply, not only an estimate of their mean\n"
+        "robust(fedmr): refused\n    robust: fedmr needs each reply, not only an estimate of "
+        "their mean\n"
     )
 
 

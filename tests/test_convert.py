@@ -150,7 +150,8 @@ def dataset(labels: Any = NAMES, inputs: Any = FEATURES, **options: Any) -> fl.D
             lambda: fl.Dataset(
                 "two", fl.Samples(FEATURES, NAMES), fl.Samples(FEATURES[:, :2], NAMES)
             ),
-            "inputs for training are [3] torch.float32, those for testing [2] torch.float32: give both alike",
+            "inputs for training are [3] torch.float32, those for testing [2] torch.float32: "
+            "give both alike",
         ),
         (
             lambda: fl.make_task(

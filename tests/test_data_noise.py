@@ -207,7 +207,8 @@ def test_workers_are_sent_no_true_labels() -> None:
     [
         (
             "symetric(0.4)",
-            "unknown label noise 'symetric': did you mean 'symmetric'? (there are: paired, symmetric)",
+            "unknown label noise 'symetric': did you mean 'symmetric'? (there are: paired, "
+            "symmetric)",
         ),
         ("symmetric(1.2)", "rate must be between 0 and 1, or a range [lowest, highest], not 1.2"),
         ("paired(-0.1)", "rate must be between 0 and 1, or a range [lowest, highest], not -0.1"),

@@ -121,7 +121,10 @@ def test_whole_numbers_that_nobody_calls_classes_are_told_in_a_notice_and_on_the
 
     frame.to_csv(tmp_path / "wine.csv", index=False)
     file = f"path='{tmp_path / 'wine.csv'}', target=quality"
-    expected = "the 6 whole numbers of the column 'quality' are taken as classes: objective='regression' (of a file, "
+    expected = (
+        "the 6 whole numbers of the column 'quality' are taken as classes: "
+        "objective='regression' (of a file, "
+    )
     for name, data in (("frame", frame), ("file", f"table({file})")):
         (notice,) = notices(data, name)
         assert notice.startswith(expected)

@@ -60,7 +60,8 @@ def test_devices_are_found_by_name(two_gpus: None) -> None:
     assert devices == {"cpu": cpu, "cuda": gpu_0, "cuda:1": gpu_1, "auto": gpu_0}
     with pytest.raises(
         InvalidValue,
-        match=r"^device 'cuda:2' does not exist on this machine \(available: cpu, cuda:0, cuda:1\)$",
+        match=r"^device 'cuda:2' does not exist on this machine \(available: cpu, cuda:0, "
+        r"cuda:1\)$",
     ):
         find_device("cuda:2")
 
@@ -271,7 +272,8 @@ def test_no_step_of_a_local_epoch_waits_for_a_figure(
 READS = {
     WRAPPERS["fedgen"]: "clients count their labels, before the first step",
     "pfedfda": "shares of the Gaussians are validated, after the last step",
-    "umf(feddc)": "clients that do not upload look whether their update is finite, after the last step",
+    "umf(feddc)": "clients that do not upload look whether their update is finite, after the "
+    "last step",
 }
 """Methods that read what lies on the device, outside of all steps."""
 

@@ -78,7 +78,8 @@ def test_it_ends_in_the_round_of_a_naive_count(
     (notice,) = other_notices(stopped.federation.notices)
     word = "risen" if rises else "fallen"
     assert notice.startswith(
-        f"the run ends after round {end}: {figure} has not {word} by more than {stop.get('by', 0):g}"
+        f"the run ends after round {end}: {figure} has not {word} by more than "
+        f"{stop.get('by', 0):g}"
     )
 
 

@@ -434,7 +434,8 @@ def test_changed_versions_are_named_when_a_run_resumes() -> None:
 def test_a_configuration_is_parsed_and_built_once_a_run(tmp_path: Path) -> None:
     """A run parses and builds its configuration once, counted from the file to the finished run."""
     (tmp_path / "job.toml").write_text(
-        'algorithm = "fedmr"\nrounds = 2\nmodel = "logistic"\nrecord = ["objective"]\ndata.clients = 4'
+        'algorithm = "fedmr"\nrounds = 2\nmodel = "logistic"\nrecord = '
+        '["objective"]\ndata.clients = 4'
     )
     limits: dict[Any, int] = {
         build: 1,

@@ -137,7 +137,10 @@ for arguments in {LIGHT}:
 
 
 def test_a_run_loads_no_library_that_it_does_not_use(tmp_path: Path) -> None:
-    job = 'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = "digits"\nclients = 4\n'
+    job = (
+        'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = '
+        '"digits"\nclients = 4\n'
+    )
     (tmp_path / "job.toml").write_text(job)
     code = (
         "import sys, fedloom.cli; print(fedloom.cli.main(['run', 'job.toml'])); print(*sys.modules)"

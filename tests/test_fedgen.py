@@ -22,7 +22,10 @@ from fedloom.randomness import stream
 from naive import State, World, assert_same, average, shares
 
 BATCH, STEPS, NOISE, HIDDEN = 6, 5, 3, 8
-SMALL = f"generator_batch={BATCH}, generator_steps={STEPS}, noise={NOISE}, hidden={HIDDEN}, generator_learning_rate=0.01"
+SMALL = (
+    f"generator_batch={BATCH}, generator_steps={STEPS}, noise={NOISE}, hidden={HIDDEN}, "
+    "generator_learning_rate=0.01"
+)
 
 
 class Imaginer(nn.Module):

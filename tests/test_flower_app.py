@@ -134,7 +134,8 @@ def test_files_that_are_there_are_not_written_over(tmp_path: Path) -> None:
         (["app", "none.toml"], "cannot read none.toml"),
         (
             ["app", "job.toml"],
-            "no method to train: give algorithm=..., the file compares 'fedavg', 'fedmr(unit=tensor)'",
+            "no method to train: give algorithm=..., the file compares 'fedavg', "
+            "'fedmr(unit=tensor)'",
         ),
         (["app", "job.toml", "rounds"], "'rounds' is not key=value"),
     ],
@@ -160,7 +161,10 @@ def test_the_data_function_reads_the_file_that_the_site_names(tmp_path: Path) ->
     samples = np.random.default_rng(0).random((5, 64)).astype(np.float32)
     labels = np.array([3, 1, 4, 1, 5])
     np.savetxt(tmp_path / "site.csv", np.column_stack([samples, labels]), delimiter=",")
-    code = "from federation.data import load; inputs, labels = load(); print(inputs.shape, inputs.dtype, labels, inputs.sum())"
+    code = (
+        "from federation.data import load; inputs, labels = load(); print(inputs.shape, "
+        "inputs.dtype, labels, inputs.sum())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path / "app", env={"SITE_DATA": str(tmp_path / "site.csv")}, capture_output=True, text=True, check=True,

@@ -62,11 +62,15 @@ HOSTILE: dict[str, tuple[Tamper, str]] = {
     "whole numbers": (with_array("model", MODEL.astype(np.int64)), "is int64, not float32"),
     "not a number": (with_array("model", MODEL + np.nan), "not finite"),
     "far too large": (with_array("model", np.zeros(50 * SIZE, np.float32)), "shape"),
-    "more bytes than it says": (claiming("float32", (SIZE,), bytes(4 * SIZE + 5000)), "bytes, but its shape needs"),
+    "more bytes than it says": (claiming("float32", (SIZE,), bytes(4 * SIZE + 5000)), "bytes, "
+                                                                                      "but its "
+                                                                                      "shape "
+                                                                                      "needs"),
     "fewer bytes": (claiming("float32", (SIZE,), bytes(4 * SIZE - 8)), "but its shape needs"),
     "a petabyte": (claiming("float32", (1 << 30, 1 << 18), bytes(4 * SIZE)), "shape"),
     "objects": (claiming("object", (SIZE,), pickle.dumps([{"a": 1}])), "type 'object'"),
-    "NumPy's format": (claiming("float32", (SIZE,), bytes(4 * SIZE), "numpy.ndarray"), "is of type"),
+    "NumPy's format": (claiming("float32", (SIZE,), bytes(4 * SIZE), "numpy.ndarray"), "is of "
+                                                                                       "type"),
     "another protocol": (with_words("{}", protocol=99), "protocol 99"),
     "no words": (with_words("never"), "not a JSON object"),
     "another round": (with_words(f'{{"site": {ONE}, "round": 7, "memory": 0}}'), "round must be"),

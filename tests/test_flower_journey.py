@@ -114,7 +114,8 @@ def make_app(folder: Path, kind: str, name: str, *changes: str) -> Path:
         )
     job = folder / f"{kind}.toml"
     job.write_text(
-        f'algorithm = "fedavg"\nrounds = 2\nparticipation = 1.0\ncheckpoint_every = 1\nmodel = "{model}"\n'
+        'algorithm = "fedavg"\nrounds = 2\nparticipation = 1.0\ncheckpoint_every = 1\nmodel = '
+        f'"{model}"\n'
         f'[data]\nname = "{data_set.format(server=server)}"\nclients = {SITES}\nlocal_test = 0.25\n'
         "[training]\nlearning_rate = 0.3\nsteps = 30\nbatch_size = 16\n"
     )

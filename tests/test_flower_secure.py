@@ -278,7 +278,10 @@ def answer_to(
 
 
 def test_a_process_that_hands_messages_over_loads_neither_pytorch_nor_data() -> None:
-    code = "import sys, fedloom.sites.client_app; print(sys.modules.keys() & {'torch', 'sklearn', 'scipy'})"
+    code = (
+        "import sys, fedloom.sites.client_app; print(sys.modules.keys() & {'torch', "
+        "'sklearn', 'scipy'})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )

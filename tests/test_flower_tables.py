@@ -189,8 +189,10 @@ def changed(rows: pd.DataFrame, number: int, change: Any) -> list[pd.DataFrame]:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda rows: rows.rename(columns={"pressure": "presure"}), "'pressure' is numbers at 0, 2 and missing at 1"),
-        (lambda rows: rows.assign(pressure="high"), "'pressure' is numbers at 0, 2 and categories at 1"),
+        (lambda rows: rows.rename(columns={"pressure": "presure"}), "'pressure' is numbers at "
+                                                                    "0, 2 and missing at 1"),
+        (lambda rows: rows.assign(pressure="high"), "'pressure' is numbers at 0, 2 and "
+                                                    "categories at 1"),
         (lambda rows: rows.drop(columns="outcome"), "target: no column 'outcome'"),
         (lambda rows: rows.assign(outcome=None), "column 'outcome' is empty in row 0"),
     ],
@@ -364,7 +366,10 @@ def test_statistics_alone_are_those_of_pandas_and_of_a_simulation(
 
 
 def test_statistics_of_arrays_and_of_shares_of_a_data_set(tmp_path: Path) -> None:
-    text = 'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = "wine"\nclients = 3\npartition = "iid"\n'
+    text = (
+        'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = '
+        '"wine"\nclients = 3\npartition = "iid"\n'
+    )
     config: dict[str, Any] = {
         "configuration": text,
         "output": str(tmp_path / "run"),

@@ -73,11 +73,14 @@ def require_one_short_line(text: str) -> None:
         ("rounds=" + "9" * 4000, "rounds must be a number between -3.4e+38 and 3.4e+38, not 999"),
         ("rounds=" + "9" * 30, "rounds must be between 1 and 9.22337e+18, not 999"),
         ("training.learning_rate=" + "9" * 400, "training.learning_rate must be a number between"),
-        ("training.learning_rate=1e400", "training.learning_rate must be greater than 0 and at most 3.4e+38, not inf"),
-        (f"rounds={HEX}", "rounds must be a number between -3.4e+38 and 3.4e+38, not a value of type int that is too long"),
+        ("training.learning_rate=1e400", "training.learning_rate must be greater than 0 and at "
+                                         "most 3.4e+38, not inf"),
+        (f"rounds={HEX}", "rounds must be a number between -3.4e+38 and 3.4e+38, not a value "
+                          "of type int that is too long"),
         (f"seed={HEX}", "seed must be a number between"),
         (f"settings.rounds=[{HEX}]", "settings.rounds must be a number between"),
-        (f"training.optimizer_options={{betas=[{HEX}]}}", "training.optimizer_options must be a number between"),
+        (f"training.optimizer_options={{betas=[{HEX}]}}", "training.optimizer_options must be "
+                                                          "a number between"),
         ("algorithm=fedprox(mu=" + "9" * 400 + ")", "mu must be a number between"),
         ("rounds=" + "[" * 3000, "rounds must be a whole number, not '[[["),
         ("rounds=" + "[" * 60 + "]" * 60, "rounds nests more than 50 levels deep"),
@@ -86,14 +89,18 @@ def require_one_short_line(text: str) -> None:
         ("algorithm=a" + ":a" * 3000, "nests more than 50 levels deep"),
         ("name=" + "x" * 201, "at most 200 characters"),
         ("directory=" + "x" * 256, "directory must be a path of names of at most 255 bytes"),
-        ("data.name=\"arrays(path='" + "x" * 5000 + "')\"", "path must be a path of names of at most 255 bytes, not 'xxx"),
-        ("data.name=\"images(folder='" + "x" * 256 + "')\"", "folder must be a path of names of at most 255 bytes"),
+        ("data.name=\"arrays(path='" + "x" * 5000 + "')\"", "path must be a path of names of "
+                                                            "at most 255 bytes, not 'xxx"),
+        ("data.name=\"images(folder='" + "x" * 256 + "')\"", "folder must be a path of names "
+                                                             "of at most 255 bytes"),
         ("model=mlp(hidden=[1000000000000000])", "[enforce fail"),
-        ("directory=a\udcffb", "directory must be text without NUL or lone surrogates, not 'a\\udcffb'"),
+        ("directory=a\udcffb", "directory must be text without NUL or lone surrogates, not "
+                               "'a\\udcffb'"),
         ("threads=1000000000", "threads must be between 1 and"),
         ("workers=100000", "workers must be at most"),
         ("engine=processes(workers=100000)", ", not 100000"),
-        ("algorithm=secure(fedmr, repeats=1000000)", "repeats must be between 1 and 1000, not 1000000"),
+        ("algorithm=secure(fedmr, repeats=1000000)", "repeats must be between 1 and 1000, not "
+                                                     "1000000"),
         (
             "settings={participation={from=0.1,to=0.5,steps=10000},dropout=[0,0.1]}",
             "10000 x 2 values have 20,000 combinations: at most 10,000 are allowed",
@@ -339,10 +346,12 @@ HOSTILE: list[tuple[Callable[[Path], Any], bytes, str]] = [
     (read_arrays, npz_bytes(header("(((((((")), "damaged, or neither an npz"),
     (read_arrays, npz_bytes("(" * 3000), "damaged, or neither an npz"),
     (read_arrays, npz_bytes(header("(8,)", "O")), "Object arrays"),
-    (read_arrays, npz_bytes(header(f"({1 << 25},)"), 1 << 25), "takes 0.03 GiB of memory, more than the 0.01 GiB"),
+    (read_arrays, npz_bytes(header(f"({1 << 25},)"), 1 << 25), "takes 0.03 GiB of memory, more "
+                                                               "than the 0.01 GiB"),
     (read_idx, idx_bytes([10**9, 28, 28]), "takes 730.16 GiB of memory"),
     (read_idx, gzip.compress(idx_bytes([10**9, 28, 28])), "takes 730.16 GiB of memory"),
-    (read_idx, gzip.compress(idx_bytes([9], bytes(1 << 25))), "18 bytes or more, but an idx file of shape [9] has 17"),
+    (read_idx, gzip.compress(idx_bytes([9], bytes(1 << 25))), "18 bytes or more, but an idx "
+                                                              "file of shape [9] has 17"),
     (read_idx, gzip.compress(idx_bytes([0xFFFFFFFF] * 255)), "GiB of memory"),
     (read_idx, bytes([0, 0, 8, 0]), "4 bytes, but an idx file of shape [] has 5"),
     (read_leaf, leaf_bytes(3, {}), "no LEAF file"),
@@ -352,18 +361,28 @@ HOSTILE: list[tuple[Callable[[Path], Any], bytes, str]] = [
     (read_leaf, leaf_bytes(["a"], None), "no LEAF file"),
     (read_leaf, leaf_bytes(["a"], ["a"]), "no LEAF file"),
     (read_leaf, leaf_bytes(["a" * 10_000], {}), "no LEAF file"),
-    (read_leaf, leaf_bytes(["a"], {"a": {"x": [[10**400] * 784], "y": [1]}}), "x must be lists of 784 numbers"),
-    (read_leaf, leaf_bytes(["a"], {"a": {"x": [PIXELS], "y": [[1]]}}), "labels must be a list of integers"),
+    (read_leaf, leaf_bytes(["a"], {"a": {"x": [[10**400] * 784], "y": [1]}}), "x must be lists "
+                                                                              "of 784 numbers"),
+    (read_leaf, leaf_bytes(["a"], {"a": {"x": [PIXELS], "y": [[1]]}}), "labels must be a list "
+                                                                       "of integers"),
     (read_leaf, b'{"users": [' + b"9" * 5000 + b"]}", "damaged json"),
     (read_leaf, b'{"users": ' + b"[" * 100_000, "damaged json (maximum recursion depth"),
-    (read_pictures, parquet_bytes(image=[{"bytes": 3}], label=[1]), "pictures must be stored as bytes, not as int64"),
-    (read_pictures, parquet_bytes(image=[{"bytes": [1]}], label=[1]), "pictures must be stored as bytes, not as list"),
-    (read_pictures, parquet_bytes(image=[{"bytes": "a"}], label=[1]), "pictures must be stored as bytes, not as string"),
+    (read_pictures, parquet_bytes(image=[{"bytes": 3}], label=[1]), "pictures must be stored "
+                                                                    "as bytes, not as int64"),
+    (read_pictures, parquet_bytes(image=[{"bytes": [1]}], label=[1]), "pictures must be stored "
+                                                                      "as bytes, not as list"),
+    (read_pictures, parquet_bytes(image=[{"bytes": "a"}], label=[1]), "pictures must be stored "
+                                                                      "as bytes, not as string"),
     (read_pictures, parquet_bytes(image=[bytes(1 << 22)] * 40, label=[1] * 40), "GiB of memory"),
-    (read_pictures, parquet_bytes(image=[picture_bytes(700, 700)], label=[1]), "row 0: takes 0.00 GiB of memory"),
+    (read_pictures, parquet_bytes(image=[picture_bytes(700, 700)], label=[1]), "row 0: takes "
+                                                                               "0.00 GiB of "
+                                                                               "memory"),
     (read_pictures, parquet_bytes(image=[picture_bytes(400, 400)] * 100, label=[1] * 100), "takes 0.01 GiB of memory"),
-    (read_batch, pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": NESTED}), "1 inputs but 0 labels"),
-    (read_batch, pickle.dumps({"data": bytes(3072), "labels": [1 << 40_000]}), "labels must be a list of integers"),
+    (read_batch, pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": NESTED}), "1 "
+                                                                                          "inputs but 0 labels"),
+    (read_batch, pickle.dumps({"data": bytes(3072), "labels": [1 << 40_000]}), "labels must be "
+                                                                               "a list of "
+                                                                               "integers"),
     (read_batch, b"\x80\x04\x8e" + (1 << 62).to_bytes(8, "little"), "damaged pickle"),
     (read_texts, b'"' + b"9" * 200_000 + b'","a","b"\n', "damaged csv"),
 ]  # fmt: skip

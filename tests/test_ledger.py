@@ -91,7 +91,10 @@ def test_a_record_comes_back_from_its_file_without_the_folders_of_the_machine(
     tmp_path: Path,
 ) -> None:
     original = record({"FedAvg": (40.6, 1.0), "FedDC": (None, None)}, "2 of 3 seeds")
-    command = "fedloom reproduce fedumf.table-a2 --data 'mnist=/home/me/my data' --directory /big/disk threads=1"
+    command = (
+        "fedloom reproduce fedumf.table-a2 --data 'mnist=/home/me/my data' --directory "
+        "/big/disk threads=1"
+    )
     path = tmp_path / "one.json"
     path.write_text(
         ExhibitRecord(

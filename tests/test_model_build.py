@@ -211,6 +211,7 @@ def test_a_model_names_its_classifier() -> None:
     module.head = "fist.0"
     with pytest.raises(
         InvalidValue,
-        match=r"^the head of Named is 'fist.0', but it has no such submodule: did you mean 'first.0'\?$",
+        match=r"^the head of Named is 'fist.0', but it has no such submodule: did you mean "
+        r"'first.0'\?$",
     ):
         head_name(module)

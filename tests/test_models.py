@@ -289,7 +289,10 @@ def test_smallest_image_works_and_a_smaller_one_is_refused(
         return
     with pytest.raises(InvalidValue) as caught:
         make_model(name, DataSpec((2, least + 3, least - 1), 3), 0, options)
-    expected = f"{name} needs images of at least {least}x{least} pixels, not images of shape (2, {least + 3}, {least - 1})"
+    expected = (
+        f"{name} needs images of at least {least}x{least} pixels, not images of shape "
+        f"(2, {least + 3}, {least - 1})"
+    )
     assert one_line(caught.value) == expected
 
 

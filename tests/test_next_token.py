@@ -146,7 +146,8 @@ def test_a_tokenizer_of_ones_own_splits_the_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "splits_text_for_the_test.py").write_text(
-        "def letters(text): return list(text)\ndef numbers(text): return [1]\ndef fails(text): return 1 / 0\n"
+        "def letters(text): return list(text)\ndef numbers(text): return [1]\ndef fails(text): "
+        "return 1 / 0\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])

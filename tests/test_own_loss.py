@@ -181,7 +181,10 @@ def test_a_site_has_it_too_and_imports_nothing_that_only_the_server_names(tmp_pa
         tmp_path / "own.npz", inputs=np.zeros((30, 1, 8, 8), np.float32), labels=np.arange(30) % 10
     )
     words = {"data": DataAgreement.of(make_dataset("digits")).words()}
-    text = f"objective = '{PATH}'\nmetrics = ['accuracy']\nalgorithm = 'fedavg'\n[data]\nname = 'digits'\nclients = 2"
+    text = (
+        f"objective = '{PATH}'\nmetrics = ['accuracy']\nalgorithm = 'fedavg'\n[data]\nname "
+        "= 'digits'\nclients = 2"
+    )
     owner = {
         "partition-id": 0,
         "num-partitions": 2,
@@ -254,7 +257,8 @@ def average(outputs: Tensor, targets: Tensor) -> Tensor:
         ),
         (
             lambda: Classification(0.1, criterion=focal),
-            "criterion replaces the cross entropy, so label_smoothing and class_weights have no effect",
+            "criterion replaces the cross entropy, so label_smoothing and class_weights have "
+            "no effect",
         ),
         (lambda: Classification(criterion=3), "criterion must be .*, not 3"),  # type: ignore[arg-type]
         (

@@ -103,7 +103,8 @@ def test_every_place_gives_the_numbers_of_rows(
 ) -> None:
     if place == "flower" and next(pipelines(build(algorithm))).waits:
         pytest.skip(
-            "bytes and counters of batches come with another round: tests/test_flower_asynchronous.py"
+            "bytes and counters of batches come with another round: "
+            "tests/test_flower_asynchronous.py"
         )
     # sites do not support a poll before a round
     if place == "flower" and getattr(build(algorithm), "ask", False):

@@ -110,7 +110,8 @@ def test_workers_that_are_still_starting_end_with_their_parent(tmp_path: Path) -
     (tmp_path / "endless" / "torch").mkdir(parents=True)
     mark = tmp_path / "importing"
     (tmp_path / "endless" / "torch" / "__init__.py").write_text(
-        f"import os, pathlib, time\npathlib.Path({str(mark)!r} + str(os.getpid())).touch()\nwhile True: time.sleep(1)\n"
+        f"import os, pathlib, time\npathlib.Path({str(mark)!r} + "
+        "str(os.getpid())).touch()\nwhile True: time.sleep(1)\n"
     )
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "endless")]

@@ -162,7 +162,8 @@ def test_unknown_columns_and_categories_are_left_out_with_a_notice() -> None:
     inputs, notices = fitted(frame)[1].apply(frame.assign(ward=["moon", *frame.ward[1:]], note="x"))
     assert notices == [
         "data: left out columns that the model was not trained on: 'note'",
-        "data: column 'ward' has categories that the model was not trained on, taken for none: 'moon'",
+        "data: column 'ward' has categories that the model was not trained on, taken for none: "
+        "'moon'",
     ]
     assert inputs[0, 1:4].tolist() == [0, 0, 0]
 

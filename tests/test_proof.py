@@ -294,7 +294,8 @@ SPOILT: dict[str, tuple[Callable[[pytest.MonkeyPatch], Task], str]] = {
     ),
     "stacked": (
         spoilt_stack,
-        "clients train one by one, because models of this kind cannot be stacked: results after 3 steps",
+        "clients train one by one, because models of this kind cannot be stacked: results "
+        "after 3 steps",
     ),
     "layout": (
         spoilt_layout,

@@ -85,7 +85,8 @@ def test_the_named_schedules_follow_their_formulas(
         ({"optimizer": "adm"}, "or 'module:name', not 'adm': did you mean 'adam'?"),
         (
             {"optimizer": "own_optimizers:Sign", "optimizer_options": {"smooth": 1.0}},
-            "own_optimizers:Sign has no option 'smooth': did you mean 'smoothing'? (it has: smoothing)",
+            "own_optimizers:Sign has no option 'smooth': did you mean 'smoothing'? (it has: "
+            "smoothing)",
         ),
         (
             {"optimizer": "own_optimizers:Sign", "optimizer_options": {"smoothing": True}},

@@ -331,7 +331,8 @@ def test_the_report_shows_recordings(folder: Path) -> None:
     [
         (
             "objetive",
-            "unknown recorder 'objetive': did you mean 'objective'? (there are: aggregate, ala, landscape, "
+            "unknown recorder 'objetive': did you mean 'objective'? (there are: aggregate, "
+            "ala, landscape, "
             "memorisation, objective, similarity, steps, trajectory)",
         ),
         ("ala(clent=3)", "ala has no parameter 'clent': did you mean 'client'? (it has: client)"),
@@ -411,7 +412,8 @@ def test_recorders_that_hook_client_training_need_it_in_this_process() -> None:
     federation.engine = ProcessesEngine.__new__(ProcessesEngine)
     with pytest.raises(
         InvalidValue,
-        match="record: ala of client 0: it hooks client training, but clients train in other processes",
+        match="record: ala of client 0: it hooks client training, but clients train in other "
+        "processes",
     ):
         Recording(build_recorders(["ala"])).begin(federation)
     Recording(build_recorders(["objective"])).begin(federation)

@@ -35,21 +35,46 @@ trace_files: Any = __import__("trace_files")
 # Per mistake: round, client, step and tensor of the first difference, and the name among the
 # causes.
 NAMED = {
-    ("fedavg", "order of batches"): (r"round 1, client \d, local step 0: samples", "order of batches"),
+    ("fedavg", "order of batches"): (r"round 1, client \d, local step 0: samples", "order of "
+                                                                                   "batches"),
     ("fedavg", "momentum kept"): (r"round 2, client \d, local step 0: after hidden.weight", "momentum is kept"),
-    ("fedavg", "equal weights"): (r"round 1, the server, .*: model", r"weight of the mean: .* 0.333, 0.333, 0.333 in B"),
+    ("fedavg", "equal weights"): (r"round 1, the server, .*: model", r"weight of the mean: .* "
+                                                                     r"0.333, 0.333, 0.333 in B"),
     ("fedavg", "statistics left"): (r"round 1, the server, .*: model norm.running_mean", "running statistics of batch norm"),
-    ("fedavg", "rate does not decay"): (r"round 2, client \d, local step 0: after", "step is 1.25 times A's: the learning rate"),
+    ("fedavg", "rate does not decay"): (r"round 2, client \d, local step 0: after", "step is "
+                                                                                    "1.25 "
+                                                                                    "times "
+                                                                                    "A's: the "
+                                                                                    "learning "
+                                                                                    "rate"),
     ("scaffold", "sign"): (r"round 2, client \d, local step 0: after", "variate .*another sign"),
-    ("scaffold", "divided by participants"): (r"round 1, the server, .*: variate", "2 times as far .*clients of the round"),
-    ("scaffold", "steps of all"): (r"round 1, client \d, what it sends: variate", "a number of steps"),
-    ("scaffold", "variate forgotten"): (r"round 2, client \d, local step 0: after", "client's own variate: left out, forgotten"),
-    ("scaffold", "server rate"): (r"round 1, the server, .*: model", "0.5 times as far in B: a rate of the server"),
-    ("fedala", "no blend"): (r"round 2, client \d, local step 0: before out", "0: a local initialisation is left out"),
-    ("fedala", "all layers"): (r"round 2, client \d, .*: before hidden", "A leaves hidden.bias, hidden.weight as they were"),
-    ("fedala", "begins anew"): (r"round 3, client \d, local step 0: before out", "blend: begun anew or kept"),
-    ("fedala", "not clipped"): (r"round 2, client \d, local step 0: before out", "blend: .*not clipped"),
-    ("fedala", "rate of the weights"): (r"round 2, client \d, .*: before out", "blend: .*learned with another rate"),
+    ("scaffold", "divided by participants"): (r"round 1, the server, .*: variate", "2 times as "
+                                                                                   "far "
+                                                                                   ".*clients "
+                                                                                   "of the round"),
+    ("scaffold", "steps of all"): (r"round 1, client \d, what it sends: variate", "a number of "
+                                                                                  "steps"),
+    ("scaffold", "variate forgotten"): (r"round 2, client \d, local step 0: after", "client's "
+                                                                                    "own "
+                                                                                    "variate: "
+                                                                                    "left out, "
+                                                                                    "forgotten"),
+    ("scaffold", "server rate"): (r"round 1, the server, .*: model", "0.5 times as far in B: a "
+                                                                     "rate of the server"),
+    ("fedala", "no blend"): (r"round 2, client \d, local step 0: before out", "0: a local "
+                                                                              "initialisation "
+                                                                              "is left out"),
+    ("fedala", "all layers"): (r"round 2, client \d, .*: before hidden", "A leaves "
+                                                                         "hidden.bias, "
+                                                                         "hidden.weight as "
+                                                                         "they were"),
+    ("fedala", "begins anew"): (r"round 3, client \d, local step 0: before out", "blend: begun "
+                                                                                 "anew or kept"),
+    ("fedala", "not clipped"): (r"round 2, client \d, local step 0: before out", "blend: .*not "
+                                                                                 "clipped"),
+    ("fedala", "rate of the weights"): (r"round 2, client \d, .*: before out", "blend: "
+                                                                               ".*learned with "
+                                                                               "another rate"),
 }  # fmt: skip
 
 
@@ -326,10 +351,13 @@ def two_rounds(folder: Path, **changes: Any) -> Path:
         ({"loss_1": lambda loss, client, start: 4 * loss}, "loss", "a sum in place of a mean"),
         ({"loss_1": lambda loss, client, start: 1.3 * loss}, "loss", "the loss is 1.3 times A's"),
         ({"loss_1": lambda loss, client, start: loss + 0.1}, "loss", "a term of the loss"),
-        ({"loss_1": lambda loss, client, start: loss + 0.1 * (client + 1)}, "loss", "a term of the loss"),
-        ({"loss_1": lambda loss, client, start: loss + (client == 0)}, "loss", "batch norm in evaluation mode"),
+        ({"loss_1": lambda loss, client, start: loss + 0.1 * (client + 1)}, "loss", "a term of "
+                                                                                    "the loss"),
+        ({"loss_1": lambda loss, client, start: loss + (client == 0)}, "loss", "batch norm in "
+                                                                               "evaluation mode"),
         ({"after_1": lambda w, client, start: start[0] + 1.9 * (w - start[0])}, "local step 0", "Nesterov momentum"),
-        ({"out_1": lambda w, client, start: w - start[0]}, "what it sends", "B sends the difference"),
+        ({"out_1": lambda w, client, start: w - start[0]}, "what it sends", "B sends the "
+                                                                            "difference"),
         (
             {"end_2": lambda w, client, start: w + 0.9 * (start[1] - start[0])},
             "the server", "0.9 times the server's step of the round before: momentum",

@@ -173,8 +173,8 @@ def test_a_single_run_and_a_recorded_one_are_replayed(fed: Say) -> None:
     assert "different" in out
     assert "from round 2 on: loss" in out
     assert (
-        f"first in round 2, client {key.split('/')[1]}, local step {key.split('/')[2]}: after {key.split('/')[4]}"
-        in out
+        f"first in round 2, client {key.split('/')[1]}, local step {key.split('/')[2]}: after "
+        f"{key.split('/')[4]}" in out
     )
 
 

@@ -38,7 +38,8 @@ def visible(browser: Browser, slot: str) -> set[str]:
     """Return the methods that a figure shows."""
     return set(
         browser.run(
-            f"document.getElementById('{slot}').data.filter(t => t.visible !== false).map(t => t.legendgroup)"
+            f"document.getElementById('{slot}').data.filter(t => t.visible !== false).map(t => "
+            "t.legendgroup)"
         )
     )
 
@@ -61,13 +62,15 @@ def test_it_loads_without_a_complaint_or_a_request(
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert (
         browser.run(
-            "[...document.querySelectorAll('.tile')].filter(e => e.scrollWidth > e.clientWidth).length"
+            "[...document.querySelectorAll('.tile')].filter(e => e.scrollWidth > "
+            "e.clientWidth).length"
         )
         == 0
     )
     assert (
         browser.run(
-            "[...document.querySelectorAll('.compare')].filter(e => e.scrollWidth > e.parentElement.clientWidth).length"
+            "[...document.querySelectorAll('.compare')].filter(e => e.scrollWidth > "
+            "e.parentElement.clientWidth).length"
         )
         == 0
     )
@@ -104,7 +107,10 @@ def test_legends_are_read_to_their_ends(
     )
     assert all(name[1] >= lowest[3] for name in names)  # below the axis
     assert browser.run(f"{figure}._fullLayout.yaxis._length") > 200
-    cut = "[...document.querySelectorAll('.chip span')].filter(e => e.scrollWidth > e.clientWidth).length"
+    cut = (
+        "[...document.querySelectorAll('.chip span')].filter(e => e.scrollWidth > "
+        "e.clientWidth).length"
+    )
     # on a phone, without a mouse, the chip shows the complete name
     assert browser.run(cut) == 0 or not phone
 
@@ -145,9 +151,13 @@ def test_columns_sort_both_ways_and_what_is_missing_stays_last(
 ) -> None:
     browser.open(page)
     column = browser.run(
-        "[...document.querySelector('.compare').rows[0].cells].findIndex(h => h.textContent.startsWith('Final accuracy'))"
+        "[...document.querySelector('.compare').rows[0].cells].findIndex(h => "
+        "h.textContent.startsWith('Final accuracy'))"
     )
-    cells = f"[...document.querySelector('.compare').tBodies[0].rows].map(r => Number(r.cells[{column}].dataset.value))"
+    cells = (
+        "[...document.querySelector('.compare').tBodies[0].rows].map(r => "
+        f"Number(r.cells[{column}].dataset.value))"
+    )
     button = f".compare th:nth-child({column + 1}) button"
     press(browser, button)
     values = browser.run(cells)
@@ -186,7 +196,8 @@ def test_a_method_that_is_switched_off_is_off_everywhere(browser: Browser, page:
     press(browser, '.chip[data-method="fedmr"]')
     assert all(visible(browser, slot) == set(METHODS) for slot in slots)
     browser.run(
-        "document.querySelector('.chip[data-method=\"fedavg\"]').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))"
+        "document.querySelector('.chip[data-method=\"fedavg\"]').dispatchEvent(new "
+        "MouseEvent('dblclick', {bubbles: true}))"
     )
     assert all(visible(browser, slot) == {"fedavg"} for slot in slots)
     assert visible(browser, "labels") == {None}

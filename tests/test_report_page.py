@@ -243,7 +243,10 @@ def test_publishing_the_participants_of_private_rounds_is_warned_of() -> None:
             )
         ],
     )
-    text = "mine: its epsilon counts on amplification by sampling, which publishing who took part in which round voids"
+    text = (
+        "mine: its epsilon counts on amplification by sampling, which publishing who took "
+        "part in which round voids"
+    )
     assert text in warned
     for method in ("local_private(fedavg)", "fedavg"):
         assert text not in render(

@@ -320,8 +320,10 @@ def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (["--record", "landscpe"], "unknown recorder 'landscpe': did you mean 'landscape'?"),
-        (["--record", "similarity"], "--record 'similarity': only landscape can be recorded afterwards"),
-        (["--record", "landscape(gird=3)"], "landscape has no parameter 'gird': did you mean 'grid'?"),
+        (["--record", "similarity"], "--record 'similarity': only landscape can be recorded "
+                                     "afterwards"),
+        (["--record", "landscape(gird=3)"], "landscape has no parameter 'gird': did you mean "
+                                            "'grid'?"),
         (["--images", "gif"], "image format 'gif' is not allowed (allowed: png, svg, pdf)"),
     ],
 )  # fmt: skip
@@ -362,13 +364,19 @@ def test_the_page_draws_all_of_it_in_a_browser(folder: Path, tmp_path: Path) -> 
         assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
         drawn = set(browser.run("[...document.querySelectorAll('.js-plotly-plot')].map(e => e.id)"))
         assert drawn == {figure.name for figure in image_figures(summaries)}
-        numbers = "[...document.querySelectorAll('.clients tbody tr')].map(r => Number(r.cells[1].dataset.value))"
+        numbers = (
+            "[...document.querySelectorAll('.clients tbody tr')].map(r => "
+            "Number(r.cells[1].dataset.value))"
+        )
         scores = browser.run(numbers)
         assert scores == sorted(scores)
         browser.run("document.querySelector('.clients th:nth-child(2) button').click()")
         browser.run("document.querySelector('.clients th:nth-child(2) button').click()")
         assert browser.run(numbers) == sorted(scores, reverse=True)
         browser.run("document.querySelector('.chip[data-method=\"fedmr\"]').click()")
-        shown = "[...new Set(document.getElementById('similarity').data.filter(t => t.visible).map(t => t.legendgroup))]"
+        shown = (
+            "[...new Set(document.getElementById('similarity').data.filter(t => "
+            "t.visible).map(t => t.legendgroup))]"
+        )
         assert browser.run(shown) == ["fedavg", "ala(fedavg)"]
         assert browser.errors == []

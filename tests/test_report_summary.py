@@ -316,7 +316,10 @@ def test_bytes_and_seconds_are_written_in_readable_units() -> None:
 
 
 def test_figures_of_runs_do_not_wait_for_scipys_statistics() -> None:
-    code = "import sys, fedloom.report, fedloom.report.sheet, fedloom.report.export; print('scipy.stats' in sys.modules)"
+    code = (
+        "import sys, fedloom.report, fedloom.report.sheet, fedloom.report.export; "
+        "print('scipy.stats' in sys.modules)"
+    )
     completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

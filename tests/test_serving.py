@@ -344,7 +344,8 @@ def test_the_model_card_describes_the_data_without_them(tmp_path: Path) -> None:
     result = trained(tmp_path, patients().drop(columns=["cost"]), "outcome", algorithm="ditto")
     card = (tmp_path / "model-card.md").read_text()
     for line in (
-        "# `logistic` trained by `ditto`", "- input `age`: numbers", "- input `ward`: `east`, `north`",
+        "# `logistic` trained by `ditto`", "- input `age`: numbers", "- input `ward`: `east`, "
+                                                                     "`north`",
         "- output `outcome`: `ill`, `well`", "- no differential privacy was asked for",
         f"- accuracy: {result.accuracy:.4g}",
     ):  # fmt: skip

@@ -249,7 +249,8 @@ def test_images_are_prepared_augmented_and_dropped_alike(augmentation: str) -> N
     )
     (notice,) = on_rows.notices
     assert notice.startswith(
-        "images keep their layout in memory: with channels last, layers draw different random numbers"
+        "images keep their layout in memory: with channels last, layers draw different random "
+        "numbers"
     )
     assert_same(on_rows, on_stacks, tolerance=1e-5, notices=[notice])
 
@@ -311,8 +312,8 @@ def test_a_model_that_cannot_be_stacked_trains_client_by_client(
     assert reason in str(engine.proof.unstackable)
     (notice,) = runs[1].timings[0]["notices"]
     assert (
-        notice
-        == f"clients train one by one, because models of this kind cannot be stacked: {engine.proof.unstackable}"
+        notice == "clients train one by one, because models of this kind cannot be stacked: "
+        f"{engine.proof.unstackable}"
     )
     assert torch.equal(runs[0].model(), runs[1].model())
 

@@ -417,7 +417,8 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
         "With 40 % symmetric label noise, best has the best mean accuracy of the last evaluation, "
     )
     assert (
-        f"; far is {-100 * far.mean:.1f} points below best (95 % interval {-100 * (far.high or 0):.1f} to "
+        f"; far is {-100 * far.mean:.1f} points below best (95 % interval "
+        f"{-100 * (far.high or 0):.1f} to "
         f"{-100 * (far.low or 0):.1f}, p = {p:.2g}, significant)."
     ) in text
     assert ", not significant); far" in text
@@ -443,7 +444,8 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
     assert conclusions([Sheet(equal_runs)])[0].endswith(": b equals a with every seed.")
     single_seed = [run_of([0.5], "a", 0), run_of([0.7], "b", 0)]
     assert conclusions([Sheet(single_seed)]) == [
-        "b has the best mean accuracy of the last evaluation, 70.00 %; one seed cannot tell whether another would show "
+        "b has the best mean accuracy of the last evaluation, 70.00 %; one seed cannot tell "
+        "whether another would show "
         "the same."
     ]
     assert conclusions([Sheet(single_seed[:1])]) == [
@@ -453,7 +455,8 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
     quick = [run_of([0.1, 0.9, 0.9], "quick", seed) for seed in range(7)]
     costs = conclusions([Sheet([*slow, *quick], [0.8], measure="rounds")])
     assert costs == [
-        "quick has the best rounds to 80 %, 2.000 ± 0.000: slow is 1 rounds above quick (p = 0.016, significant)."
+        "quick has the best rounds to 80 %, 2.000 ± 0.000: slow is 1 rounds above quick (p = "
+        "0.016, significant)."
     ]
 
 

@@ -403,7 +403,10 @@ class Plugged(FedAvg):
 
 def test_plugins_are_known_to_the_command_line_and_to_worker_processes(tmp_path: Path) -> None:
     (tmp_path / "my_methods.py").write_text(PLUGIN)
-    table = 'plugins = ["my_methods"]\nalgorithms = ["plugged", "fedavg"]\nworkers = 2\nthreads = 1\nrounds = 2\n'
+    table = (
+        'plugins = ["my_methods"]\nalgorithms = ["plugged", "fedavg"]\nworkers = '
+        "2\nthreads = 1\nrounds = 2\n"
+    )
     (tmp_path / "job.toml").write_text(
         table + 'model = "logistic"\n[data]\nclients = 4\npartition = "iid"\n'
     )

@@ -21,7 +21,8 @@ from fedloom.training import Optimizer, Training
         ({"optimizer": "rprop", "weight_decay": 0.1}, "rprop has no weight_decay"),
         (
             {"optimizer": "adam", "optimizer_options": {"beta": [0.9, 0.99]}},
-            "optimizer_options: adam has no option 'beta': did you mean 'betas'? (it has: betas, eps, amsgrad",
+            "optimizer_options: adam has no option 'beta': did you mean 'betas'? (it has: "
+            "betas, eps, amsgrad",
         ),
         (
             {"optimizer": "adam", "optimizer_options": {"betas": [2, 3]}},

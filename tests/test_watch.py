@@ -294,7 +294,10 @@ def test_the_page_follows_a_run_and_stays_where_the_reader_left_it(
             deviceScaleFactor=1,
             mobile=True,
         )
-        cut = "[document.documentElement, ...document.querySelectorAll('#watch *')].filter(e => e.scrollWidth > e.clientWidth"
+        cut = (
+            "[document.documentElement, ...document.querySelectorAll('#watch *')].filter(e "
+            "=> e.scrollWidth > e.clientWidth"
+        )
         wait_for(browser, f"{cut} && e.clientWidth).length === 0")  # a phone shows all of it
         assert browser.errors == []
         assert {url.split("/")[2] for url in browser.requests if url.startswith("http")} == {

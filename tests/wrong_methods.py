@@ -40,8 +40,10 @@ MISTAKES = {
     "EnclosesATensor": "clients that advance together: RuntimeError",
     "LooksAtTheFirst": "clients that advance together come to other models",
     "DrawsFromTorch": "draws from torch's global generator (randn)",
-    "DrawsFromNumPy": "two runs with one seed come to other models: np.random.rand() is not of the seed",
-    "DrawsFromPython": "two runs with one seed come to other models: random.uniform(0.4, 0.6) is not of the seed",
+    "DrawsFromNumPy": "two runs with one seed come to other models: np.random.rand() is not of "
+    "the seed",
+    "DrawsFromPython": "two runs with one seed come to other models: random.uniform(0.4, 0.6) "
+    "is not of the seed",
     "NeverMoves": "the global model has not moved in 3 rounds",
     "Recieves": "Recieves.recieve is called by nobody",
     "HasNoType": "mu = 0.01 has no type",
@@ -50,10 +52,13 @@ MISTAKES = {
     "SendsTwoRows": "returned 'model' with 2 rows",
     "DividesByZero": "ZeroDivisionError",
     "WritesTheState": "the client half writes self.state['seen']",
-    "KeepsAGlobal": "SERVER_MODEL of wrong_methods changes while rounds go on, and each process has one of its own",
+    "KeepsAGlobal": "SERVER_MODEL of wrong_methods changes while rounds go on, and each "
+    "process has one of its own",
     "ReadsTheClock": "two runs with one seed come to other models: time.time() is not of the seed",
-    "DrawsUnseeded": "two runs with one seed come to other models: np.random.default_rng() is not of the seed",
-    "DrawsAtAClient": "two runs with one seed come to other models: random.random() is not of the seed",
+    "DrawsUnseeded": "two runs with one seed come to other models: np.random.default_rng() is "
+    "not of the seed",
+    "DrawsAtAClient": "two runs with one seed come to other models: random.random() is not of "
+    "the seed",
     "TakesALogarithm": "training diverged",
     "RepliesWithIntegers": "returned 'model' as int64, not float32",
     "RepliesWithDoubles": "returned 'model' as float64, not float32",

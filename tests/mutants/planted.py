@@ -98,7 +98,8 @@ MUTANTS = (
     Mutant(
         "checkpoints and models are written in place",
         "state/tensors.py",
-        'with replacing(path, mode=mode, durable=durable) as temporary, temporary.open("wb") as file:',
+        'with replacing(path, mode=mode, durable=durable) as temporary, temporary.open("wb") '
+        "as file:",
         'with path.open("wb") as file:',
         trials=("cuts",),
     ),

@@ -1634,8 +1634,10 @@ def definition(method: Method, setting: Setting) -> Definition:
     if name in PERSONAL:
         return Personal(method, setting)
     assert name in AVERAGED, (
-        f"{name} has no definition in tests/seams/definitions.py: if its server averages whole models by samples, name it in "
-        "AVERAGED; if a part of them, in PERSONAL; else write its server half in plain loops and name the class in KINDS"
+        f"{name} has no definition in tests/seams/definitions.py: if its server averages whole "
+        "models by samples, name it in "
+        "AVERAGED; if a part of them, in PERSONAL; else write its server half in plain loops "
+        "and name the class in KINDS"
     )
     return Definition(method, setting)
 

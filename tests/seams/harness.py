@@ -98,7 +98,8 @@ def _run_case(case: Case, directory: Path | None) -> None:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise Deviation(
-                f"round {number}: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+                f"round {number}: {type(error).__name__}: {error} "
+                f"({Path(place.filename).name}:{place.lineno})"
             ) from error
         compare(case, run, recording, definitions, number, counters)
 
@@ -258,7 +259,8 @@ def same_counters(
         expected = before if few else counters.sort(0).values[(len(records) - 1) // 2]
     if not torch.equal(run.integers, expected):
         raise Deviation(
-            f"round {number}: integer buffers are {run.integers.tolist()}, of answers {counters.tolist()}"
+            f"round {number}: integer buffers are {run.integers.tolist()}, of answers "
+            f"{counters.tolist()}"
         )
 
 
@@ -285,7 +287,8 @@ def same_bytes(
     up += run.task.initial.element_size() * len(heard)
     if record["bytes_up"] != up:
         raise Deviation(
-            f"round {record['round']}: {record['bytes_up']} bytes up are counted, {up} were uploaded"
+            f"round {record['round']}: {record['bytes_up']} bytes up are counted, {up} were "
+            "uploaded"
         )
     receivers = selection.receivers or len(selection.clients) + len(selection.idle)
     receivers -= sum(reason == "dropped out" for reason in faulty.values())
@@ -300,7 +303,8 @@ def same_bytes(
         down += sum(rows[0].numel() * rows.element_size() for rows in question.values()) * shown
         if record["bytes_down"] != down:
             raise Deviation(
-                f"round {record['round']}: {record['bytes_down']} bytes down are counted, {down} were sent"
+                f"round {record['round']}: {record['bytes_down']} bytes down are counted, "
+                f"{down} were sent"
             )
 
 
@@ -382,7 +386,8 @@ def main() -> None:
     outcome = run_all(cases, 60 * options.minutes)
     print(table(outcome))
     print(
-        f"{outcome.agreed} agree, {len(outcome.deviations)} deviate, {time.monotonic() - began:.1f} s"
+        f"{outcome.agreed} agree, {len(outcome.deviations)} deviate, "
+        f"{time.monotonic() - began:.1f} s"
     )
     raise SystemExit(1 if outcome.deviations else 0)
 

@@ -57,9 +57,9 @@ def replay(
 ) -> None:
     """Run a bundle again, and compare the results cell by cell.
 
-    FILE is the output of fedloom paper bundle. Data are read from your folders (--data, or FEDLOOM_DATA);
-    nothing is downloaded. The exit code is 1 if a cell differs. After an interruption, the same
-    command continues.
+    FILE is the output of fedloom paper bundle. Data are read from your folders (--data, or
+    FEDLOOM_DATA); nothing is downloaded. The exit code is 1 if a cell differs. After an
+    interruption, the same command continues.
     """
     import os
     import sys

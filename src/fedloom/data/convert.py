@@ -19,7 +19,9 @@ Array = np.ndarray[Any, Any]
 
 
 def as_inputs(values: Any) -> Tensor:
-    """Convert inputs `[n, ...]` to uint8 (bytes, with a channel), int64 (whole numbers) or float32."""
+    """Convert inputs `[n, ...]` to uint8 (bytes, with a channel), int64 (whole numbers) or
+    float32.
+    """
     values = _plain(values)
     if isinstance(values, Tensor) and values.dtype == torch.int64:
         return values
@@ -29,7 +31,8 @@ def as_inputs(values: Any) -> Tensor:
     array = _array(values, "inputs")
     if array.dtype.kind in "SUO":
         raise InvalidValue(
-            f"inputs are text, such as {quoted(array.flat[0], str)}: give numbers, or a table with target=..., which makes "
+            f"inputs are text, such as {quoted(array.flat[0], str)}: give numbers, or a table "
+            "with target=..., which makes "
             "columns of categories numbers"
         )
     if array.dtype.kind in "iu" and array.dtype != np.uint8:
@@ -155,7 +158,8 @@ def _array(values: Any, field: str) -> Array:
         row = next((row for row, item in enumerate(array) if not isinstance(item, str)), None)
         if row is not None:
             raise InvalidValue(
-                f"{field} hold {quoted(array[row])} in row {row}: give numbers or text for every sample"
+                f"{field} hold {quoted(array[row])} in row {row}: give numbers or text for "
+                "every sample"
             )
     if array.dtype.kind not in "biufUSO" or not array.dtype.itemsize:
         raise InvalidValue(f"{field} are {array.dtype}: give whole numbers, floats or text")

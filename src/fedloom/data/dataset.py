@@ -276,7 +276,8 @@ class Dataset:
             if classes and not 0 <= lowest <= highest < classes:
                 outlier = highest if highest >= classes else lowest
                 raise InvalidValue(
-                    f"labels must be 0 to {classes - 1}, and {outlier} is among them: without classes, they are numbered from 0"
+                    f"labels must be 0 to {classes - 1}, and {outlier} is among them: without "
+                    "classes, they are numbered from 0"
                 )
             if not classes and (lowest or highest + 1 > _SPARSE * len(present)):
                 ranks = [torch.searchsorted(present, samples.labels) for samples in splits]

@@ -52,8 +52,10 @@ def whole_floats(labels: Tensor, target: str) -> list[str]:
     if len(values) > _FEW_VALUES or bool((values % 1).any()):
         return []
     return [
-        f"target {quoted(target)} holds {len(values)} whole numbers, stored as floats, and is learned as a "
-        "regression: objective='classification' (of a file, table(kind=classification)) takes them as classes"
+        f"target {quoted(target)} holds {len(values)} whole numbers, stored as floats, and is "
+        "learned as a "
+        "regression: objective='classification' (of a file, table(kind=classification)) takes "
+        "them as classes"
     ]
 
 
@@ -67,12 +69,15 @@ def _doubtful_text(texts: Sequence[str], counts: npt.NDArray[np.int64], title: s
     is_code = any(text.lstrip("+-").startswith("0") and text[1:2].isdigit() for text in numeric)
     if others and not is_code and len(filled) > 2 and like_numbers >= _NEARLY * total:
         return [
-            f"{title} is {len(filled)} categories of text, though most cells are numbers, because of "
-            f"{shortened(', '.join(map(quoted, others)))}: write these as numbers or leave them empty"
+            f"{title} is {len(filled)} categories of text, though most cells are numbers, "
+            "because of "
+            f"{shortened(', '.join(map(quoted, others)))}: write these as numbers or leave "
+            "them empty"
         ]
     if total >= _FEW_ROWS and len(filled) > total / 2:
         return [
-            f"{title} is {len(filled)} categories in {total} rows, nearly all of them unique, such as names or numbers of "
+            f"{title} is {len(filled)} categories in {total} rows, nearly all of them unique, "
+            "such as names or numbers of "
             "persons: leave it out"
         ]
     return []
@@ -89,6 +94,7 @@ def _outweighed(values: npt.NDArray[np.float64], title: str) -> list[str]:
     if not spread or abs(column[largest] - rest.mean()) < _FAR * spread:
         return []
     return [
-        f"{title} holds {column[largest]:g}, which is {_FAR:,.0f} deviations or more from all others, so that these become "
+        f"{title} holds {column[largest]:g}, which is {_FAR:,.0f} deviations or more from all "
+        "others, so that these become "
         "nearly equal inputs: correct it or leave its row out"
     ]

@@ -60,7 +60,8 @@ class LazyInputs:
         inputs = as_inputs(np.stack(items)) if len(shapes) == 1 else None
         if inputs is None or inputs.shape[1:] != self.empty.shape[1:] or inputs.dtype != self.dtype:
             raise InvalidValue(
-                f"samples of shapes {', '.join(str(list(shape)) for shape in sorted(shapes))} are among those that were to be "
+                f"samples of shapes {', '.join(str(list(shape)) for shape in sorted(shapes))} "
+                "are among those that were to be "
                 f"{list(self.empty.shape[1:])} of {self.dtype}: resize or pad them"
             )
         return inputs.to(self.device)

@@ -32,7 +32,8 @@ class LabelNoise:
         limits = self._limits
         if len(limits) != 2 or not 0 <= limits[0] <= limits[1] <= 1:
             raise InvalidValue(
-                f"rate must be between 0 and 1, or a range [lowest, highest], not {quoted(self.rate, show)}"
+                "rate must be between 0 and 1, or a range [lowest, highest], not "
+                f"{quoted(self.rate, show)}"
             )
 
     @property
@@ -58,8 +59,8 @@ class LabelNoise:
         return numpy_stream(seed, "label noise rates").uniform(low, high, clients)
 
     def apply(self, labels: Indices, partition: Partition, classes: int, seed: int) -> Indices:
-        """Return labels with a share replaced. With one seed, a higher rate also replaces those of a lower
-        one.
+        """Return labels with a share replaced. With one seed, a higher rate also replaces those of
+        a lower one.
 
         Args:
             labels: Labels `[n]`.

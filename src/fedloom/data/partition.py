@@ -149,7 +149,8 @@ class Partition:
         for name in ("indices", "offsets"):
             if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
                 raise DataError(
-                    f"{path} is no partition file: its array {name!r} must be one row of whole numbers"
+                    f"{path} is no partition file: its array {name!r} must be one row of whole "
+                    "numbers"
                 )
         indices, offsets = (arrays[name].astype(np.int64) for name in ("indices", "offsets"))
         if (
@@ -284,7 +285,10 @@ def build_partition(
             )
         built = partition if isinstance(partition, Partition) else Partition.of(partition)
     except Exception as error:
-        reason = "partition must be a name, a function or each client's sample indices, such as [[0, 2], [1, 3]]"
+        reason = (
+            "partition must be a name, a function or each client's sample indices, such "
+            "as [[0, 2], [1, 3]]"
+        )
         raise InvalidValue(f"{reason}: {error_text(error)}") from error
     require_samples(built, len(labels), "partition")
     return built
@@ -306,5 +310,6 @@ def require_samples(partition: Partition, samples: int, source: str) -> None:
     holders = np.bincount(partition.indices, minlength=samples)
     if (holders > 1).any():
         raise DataError(
-            f"{source} holds sample {holders.argmax()} {holders.max()} times: every sample has one client"
+            f"{source} holds sample {holders.argmax()} {holders.max()} times: every sample has "
+            "one client"
         )

@@ -77,7 +77,8 @@ class TextInputs:
         """
         if ":" in self.tokenizer:
             raise InvalidValue(
-                f"its tokenizer is your own ({self.tokenizer}): give token numbers [n, {self.length}]"
+                f"its tokenizer is your own ({self.tokenizer}): give token numbers [n, "
+                f"{self.length}]"
             )
         return list(text) if self.tokenizer == "characters" else tokens(text)
 
@@ -284,7 +285,9 @@ class Preprocessing:
         return normalised(inputs, scale)
 
     def differences(self, other: "Preprocessing") -> list[str]:
-        """Return a line for everything that is not alike in both; of a table, each column is named."""
+        """Return a line for everything that is not alike in both; of a table, each column is
+        named.
+        """
         ours, theirs = self._entries(), other._entries()
         lines = []
         for name in {**ours, **theirs}:

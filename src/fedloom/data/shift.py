@@ -167,7 +167,8 @@ class Colour(InputShift):
         strength: In [0, 1].
 
     Source: the sites of FedBN (Li et al., ICLR 2021), where inputs differ in the statistics that
-    batch normalisation removes; the form is that of torchvision's ColorJitter (brightness), by channel.
+    batch normalisation removes; the form is that of torchvision's ColorJitter (brightness), by
+    channel.
     """
 
     pictures: ClassVar[bool] = True

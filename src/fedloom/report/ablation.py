@@ -158,7 +158,8 @@ def _trace(
         "y": [spread.mean for spread in spreads],
         "error_y": {"type": "data", **error, "thickness": 1.5, "width": 4},
         "customdata": [spread.count for spread in spreads],
-        "hovertemplate": f"%{{x}}: %{{y:{form}}}, %{{customdata}} seeds<extra>%{{fullData.name}}</extra>",
+        "hovertemplate": f"%{{x}}: %{{y:{form}}}, %{{customdata}} "
+        f"seeds<extra>%{{fullData.name}}</extra>",
     }
     if not numeric:
         shade = {"color": colours, "opacity": 1 / (1 + 0.6 * earlier)}
@@ -218,7 +219,9 @@ def _call(run: RunSummary) -> Call:
 
 
 def _parameters(call: Call) -> dict[str, Any]:
-    """Return the method without its parameters, and every parameter with its value or its default."""
+    """Return the method without its parameters, and every parameter with its value or its
+    default.
+    """
     values = (*call.positional, *call.named.values())
     features: dict[str, Any] = {}
     names: list[str] = []

@@ -23,7 +23,8 @@ def model_card(
     sections = {
         "Data": _data(run, preprocessing, task),
         "Training": [
-            f"method `{run.algorithm}`, seed {run.seed}, {len(run.records)} rounds; {task['parameters']:,} parameters",
+            f"method `{run.algorithm}`, seed {run.seed}, {len(run.records)} rounds; "
+            f"{task['parameters']:,} parameters",
             ", ".join(
                 f"{key} {value}" for key, value in run.configuration["training"].items() if value
             ),
@@ -60,7 +61,8 @@ def _data(run: RunSummary, preprocessing: Preprocessing, task: Mapping[str, Any]
     return [
         f"{_code(run.configuration['data']['name'])}: {size}; none of them is in the model's files",
         *(f"input {_code(name)}: {text}" for name, text in described.items()),
-        f"output {_code(outputs.name or outputs.answer)}: {_listed(outputs.classes) or f'a {outputs.answer}'}",
+        f"output {_code(outputs.name or outputs.answer)}: "
+        f"{_listed(outputs.classes) or f'a {outputs.answer}'}",
     ]
 
 

@@ -88,7 +88,10 @@ def _counts(counts: Iterable[int]) -> list[Cell]:
 
 def _caption(comparable: Sequence[RunSummary], clients: int, measured: bool) -> str:
     run, several = comparable[0], len(comparable) > 1
-    models = f"the {'' if several else 'global model and of the '}model that it would use{' with each method' * several}"
+    models = (
+        f"the {'' if several else 'global model and of the '}model that it would "
+        f"use{' with each method' * several}"
+    )
     wrong = (
         f", by the labels given, of which {run.wrong_labels:,} are wrong"
         if run.wrong_labels

@@ -55,14 +55,20 @@ def _conclusion(sheet: Sheet) -> str:
     if len(spreads) == 1:
         return f"{start}{best}: {name} {level}."
     if not tests:
-        return f"{start}{best} has the best {name}, {level}; one seed cannot tell whether another would show the same."
+        return (
+            f"{start}{best} has the best {name}, {level}; one seed cannot tell whether "
+            "another would show the same."
+        )
     shown = sorted(tests, key=lambda test: abs(test.mean))[:NAMED]
     more = [f"{len(tests) - NAMED} more in the table"] if len(tests) > NAMED else []
     details = "; ".join([*(_difference(sheet, test) for test in shown), *more])
     if any(test.verdict in ("significant", "t-test only") for test in tests):
         return f"{start}{best} has the best {name}, {level}: {details}."
     none = "no" if start else "No"
-    return f"{start}{none} difference in the {name} is significant ({best} has the best, {level}): {details}."
+    return (
+        f"{start}{none} difference in the {name} is significant ({best} has the best, "
+        f"{level}): {details}."
+    )
 
 
 def _difference(sheet: Sheet, test: Difference) -> str:

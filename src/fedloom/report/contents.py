@@ -139,7 +139,10 @@ def _labels(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     wrong = sorted({run.wrong_labels for run in different})
     span = f"{wrong[0]:,}" if len(wrong) == 1 else f"{wrong[0]:,} to {wrong[-1]:,}"
     labels = f" By the labels given, of which {span} are wrong." if wrong[-1] else ""
-    caption = f"Each bubble's area is the number of a client's training samples of a class{total}.{labels}{some}"
+    caption = (
+        "Each bubble's area is the number of a client's training samples of a "
+        f"class{total}.{labels}{some}"
+    )
     return [ReportFigure("labels", "Label distribution.", caption, variants, "labels")]
 
 

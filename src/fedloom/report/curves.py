@@ -26,12 +26,15 @@ simulated clock where there is one.
 MEASURES = {
     "accuracy": ("Test accuracy", "of the global model."),
     "personal_accuracy": ("Personal accuracy", "of each client's own model on its own test data."),
-    "client_accuracy": ("Accuracy at the clients", "of the global model on the clients' own test data."),
+    "client_accuracy": ("Accuracy at the clients", "of the global model on the clients' own "
+                                                   "test data."),
     "new_client_accuracy": (
-        "Accuracy at new clients", "of models adapted to clients that never trained, on their own test data.",
+        "Accuracy at new clients", "of models adapted to clients that never trained, on their "
+                                   "own test data.",
     ),
     "loss": ("Test loss", "of the global model."),
-    "training_loss": ("Training loss", "of the clients that took part, mean over their local steps."),
+    "training_loss": ("Training loss", "of the clients that took part, mean over their local "
+                                       "steps."),
     "pool_cosine": ("Mean cosine similarity", "between the models of the pool."),
 }  # fmt: skip
 """Title and caption of the figures that the records are known to have."""

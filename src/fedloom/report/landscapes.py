@@ -158,7 +158,8 @@ def _path(method: str, recorded: Entry, colour: str) -> list[go.Scatter]:
             "color": colour,
             "line": _EDGE,
         },
-        hovertemplate="round %{customdata[0]}, loss %{customdata[1]:.4~g}<extra>%{fullData.name}</extra>",
+        hovertemplate="round %{customdata[0]}, loss "
+        "%{customdata[1]:.4~g}<extra>%{fullData.name}</extra>",
         **common,
     )
     return [outline, path]

@@ -47,8 +47,10 @@ NO_BREAK = "\u00a0"
 FAULTS = 60  # kinds of faults that are listed; more are counted
 
 PRIVATE = (
-    "its epsilon counts on amplification by sampling, which publishing who took part in which round voids: keep to yourself "
-    "metrics.jsonl and clients.jsonl, which name the participants, and the table of clients that dropped out below."
+    "its epsilon counts on amplification by sampling, which publishing who took part in which "
+    "round voids: keep to yourself "
+    "metrics.jsonl and clients.jsonl, which name the participants, and the table of clients "
+    "that dropped out below."
 )
 """Follows the name of a method that amplifies its privacy by sampling the clients of a round."""
 
@@ -261,7 +263,9 @@ def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
 
 
 def _cost_tiles(runs: Sequence[RunSummary]) -> list[Tile]:
-    """Return the bytes of all runs and their time: by the clock on the wall, and summed over them."""
+    """Return the bytes of all runs and their time: by the clock on the wall, and summed over
+    them.
+    """
     sent = sum(bytes_down(run) + bytes_up(run) for run in runs)
     tiles = [("Sent in all", byte_text(sent), "down and up")]
     times = [time for run in runs if (time := seconds(run)) is not None]
@@ -299,11 +303,15 @@ def _lead(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
 def _unfinished(runs: Sequence[RunSummary]) -> str:
     most = max(len(run.records) for run in runs)
     short = [
-        f"{run.algorithm} (seed {run.seed}: {len(run.records)} of {run.configuration.get('rounds', most)})"
+        f"{run.algorithm} (seed {run.seed}: {len(run.records)} of "
+        f"{run.configuration.get('rounds', most)})"
         for run in runs
         if len(run.records) < run.configuration.get("rounds", most)
     ]
-    warning = "The figures below are of the rounds they have; a mean curve ends where its shortest run ends."
+    warning = (
+        "The figures below are of the rounds they have; a mean curve ends where its "
+        "shortest run ends."
+    )
     return f"Not all runs have all their rounds: {_listed(short, 8)}. {warning}" if short else ""
 
 

@@ -144,7 +144,8 @@ def _curves(
 def _objectives(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
     if of_kind(runs, "objective"):
         caption = (
-            "over the round's clients, weighted by samples: of the models received, before local training (dotted), and of the "
+            "over the round's clients, weighted by samples: of the models received, before "
+            "local training (dotted), and of the "
             f"models uploaded (solid).{_band(runs)}"
         )
         lines = {"before": (", before", "dot"), "after": (", after", "solid")}
@@ -171,10 +172,14 @@ def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
     if recorded := of_kind(runs, "memorisation"):
         wrong = max(int(np.reshape(entry["samples"], (-1, 2))[0, 1]) for _, entry in recorded)
         explained = (
-            f"; solid, those with right labels; of the up to {wrong:,} with wrong ones, the share that is classified by the "
+            f"; solid, those with right labels; of the up to {wrong:,} with wrong ones, the "
+            "share that is classified by the "
             "true label (dashed) and as given, that is, memorised (dotted)."
         )
-        samples = f"of the global model on training samples{explained if wrong else ', all of which have right labels.'}"
+        samples = (
+            "of the global model on training "
+            f"samples{explained if wrong else ', all of which have right labels.'}"
+        )
         lines = {
             "right": (", right", "solid"),
             "corrected": (", wrong, true label", "dash"),
@@ -240,7 +245,8 @@ def _local_models(
                 f"the first {LOCAL_MODELS} of {count} models" if count > LOCAL_MODELS else "models"
             )
             caption = (
-                f"of the {models} that the clients of {name} upload (thin) and of the global model aggregated from them (thick). "
+                f"of the {models} that the clients of {name} upload (thin) and of the global "
+                "model aggregated from them (thick). "
                 f"Seed {run.seed}."
             )
             yield ReportFigure.of(
@@ -268,13 +274,17 @@ def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Itera
             f"{entry['samples']:,} {'test' if entry['data'] == 'test' else 'training'} samples"
         )
         caption = (
-            f"around the final model of {name}, on {samples}, in two random filter-normalised directions.{alike} "
+            f"around the final model of {name}, on {samples}, in two random filter-normalised "
+            f"directions.{alike} "
             f"Seed {run.seed}."
         )
         figure = landscape(name, entry, [*entries.values()])
         yield ReportFigure.of(f"landscape-{name}", "Loss landscape", caption, figure)
     if entries:
-        caption = "in cross-section through the model, along the first direction (solid) and the second (dotted)."
+        caption = (
+            "in cross-section through the model, along the first direction (solid) and "
+            "the second (dotted)."
+        )
         yield ReportFigure.of(
             "landscape-cuts", "Loss landscape", caption, cross_sections(entries, looks)
         )
@@ -285,7 +295,8 @@ def _trajectories(
 ) -> ReportFigure:
     client, figure = entry["client"], trajectories(entry, paths, looks)
     caption = (
-        f"with {', '.join(paths)} over its training loss in the plane of the two principal components of all, each from its "
+        f"with {', '.join(paths)} over its training loss in the plane of the two principal "
+        "components of all, each from its "
         f"first recorded round (circle) to its last (star). Seed {run.seed}."
     )
     name = (

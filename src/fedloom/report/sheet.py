@@ -342,18 +342,22 @@ def explained(sheets: Sequence[Sheet]) -> list[str]:
     ]
     if first.averaged < first.last and first.rows["rounds"].iloc[0] > 1:
         texts.append(
-            f"Warning: last = {first.last} covers every evaluation, the first ones too: the mean is over the last "
+            f"Warning: last = {first.last} covers every evaluation, the first ones too: the "
+            "mean is over the last "
             "tenth of them instead."
         )
     if any(sheet.rows["personal"].notna().any() for sheet in sheets):
         texts.append(
-            f"Clients' own: {first.metric.noun} of each client's own model on its own test data, over all samples (where not "
-            "evaluated, of the global model); std over clients: unweighted; worst tenth: mean over that tenth of the clients."
+            f"Clients' own: {first.metric.noun} of each client's own model on its own test "
+            "data, over all samples (where not "
+            "evaluated, of the global model); std over clients: unweighted; worst tenth: mean "
+            "over that tenth of the clients."
         )
     if first.targets:
         faster = f"; 2×: in half as many rounds as {first.rows.index[0]}" if len(seeds) > 1 else ""
         texts.append(
-            "Rounds, bytes (down and up) and seconds until the first evaluation that is as good as the target; "
+            "Rounds, bytes (down and up) and seconds until the first evaluation that is as "
+            "good as the target; "
             f"{NEVER} never reached, {SOME} not with every seed{faster}."
         )
     return texts
@@ -371,14 +375,18 @@ def reading(sheets: Sequence[Sheet]) -> list[str]:
     pairs = "1 comparison" if family == 1 else f"{family} comparisons"
     reference = "method with the best mean" if tested[0].against == "best" else "first method"
     text = [
-        f"Differences from the {reference} are paired by seed and tested at the 5 % level, p-values corrected by Holm's method "
-        f"for {pairs}; 95 % intervals are the t-test's, uncorrected. Significant: by the exact sign-flip test and by the paired "
-        f"t-test. t-test only ({T_TEST_ONLY}): with too few seeds for the exact test to reach 5 %. Not significant "
+        f"Differences from the {reference} are paired by seed and tested at the 5 % level, "
+        "p-values corrected by Holm's method "
+        f"for {pairs}; 95 % intervals are the t-test's, uncorrected. Significant: by the exact "
+        "sign-flip test and by the paired "
+        f"t-test. t-test only ({T_TEST_ONLY}): with too few seeds for the exact test to reach "
+        "5 %. Not significant "
         f"({NOT_SIGNIFICANT}): all others. Equal: the same figure with every seed."
     ]
     if family * smallest_exact(seeds) >= 0.05:
         text.append(
-            f"With {seeds} seeds the exact test cannot reach significance: its p is at least {smallest_exact(seeds):.2g}. "
+            f"With {seeds} seeds the exact test cannot reach significance: its p is at least "
+            f"{smallest_exact(seeds):.2g}. "
             f"It takes {seeds_needed(family)} seeds here."
         )
     return text

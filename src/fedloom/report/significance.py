@@ -7,8 +7,9 @@ difference", both two-sided:
 * The paired t-test. It assumes that the d are normal, and is undefined where all d are equal.
 * The exact sign-flip test (Fisher, The Design of Experiments, 1935, section 21): the share of all
 2^n ways to change signs
-  for which |sum(d)| is at least what was measured. It assumes only that, without a difference, d and -d are equally
-  likely. Its p is never below 2^(1 - n). Beyond 12 seeds it takes a random 4,096 of them.
+  for which |sum(d)| is at least what was measured. It assumes only that, without a difference, d
+  and -d are equally likely. Its p is never below 2^(1 - n). Beyond 12 seeds it takes a random
+  4,096 of them.
 
 Both are corrected for the number of comparisons (Holm, Scandinavian Journal of Statistics 6, 1979),
 each measure by itself. Against the best method, which the same figures selected, that number is all

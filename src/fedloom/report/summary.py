@@ -104,7 +104,8 @@ class Target:
                 limit = cls(figure, float(value), sign == ">=")
             except ValueError:
                 raise InvalidValue(
-                    f"targets: {quoted(target)} is neither a number nor a figure with its limit, such as 'loss <= 0.2'"
+                    f"targets: {quoted(target)} is neither a number nor a figure with its "
+                    "limit, such as 'loss <= 0.2'"
                 ) from None
         else:
             limit = cls(metric.name, float(target), metric.higher_is_better)
@@ -338,7 +339,9 @@ def bytes_up(run: RunSummary) -> int:
 
 
 def seconds(run: RunSummary) -> float | None:
-    """Return the seconds of the whole run, evaluation included; None when no times were recorded."""
+    """Return the seconds of the whole run, evaluation included; None when no times were
+    recorded.
+    """
     return _total(run.timings, None, "seconds") if run.timings else None
 
 

@@ -1,1 +1,3 @@
-"""Reviews of results and methods: the papers' tables, bundles that are run again, and the checker."""
+"""Reviews of results and methods: the papers' tables, bundles that are run again, and the
+checker.
+"""

@@ -32,7 +32,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a file and `key=value` overrides as a table that is not checked yet. Raises as `load`."""
+    """Read a file and `key=value` overrides as a table that is not checked yet. Raises as
+    `load`.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(LONGEST_FILE + 1)
@@ -116,7 +118,9 @@ VARYING = [
 
 
 def _read(kind: type[_Kind], table: object, section: str = "") -> _Kind:
-    """Return the dataclass of a table. TOML has no null: 'none' stands for it where it is allowed."""
+    """Return the dataclass of a table. TOML has no null: 'none' stands for it where it is
+    allowed.
+    """
     prefix = section and f"{section}."
     if not isinstance(table, Mapping):
         names = ", ".join(key.removeprefix(prefix) for key in KEYS if key.startswith(prefix))

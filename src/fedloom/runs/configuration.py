@@ -98,7 +98,8 @@ class Configuration(Schedule):
             object.__setattr__(self, "measure", "personal" if personal else "last")
         if not re.fullmatch(r"\w[\w. +=-]{,199}", self.name):
             raise InvalidValue(
-                f"name {quoted(self.name)} must begin with a letter, figure or _ and can name a folder: no slashes, "
+                f"name {quoted(self.name)} must begin with a letter, figure or _ and can name "
+                "a folder: no slashes, "
                 "at most 200 characters"
             )
         if self.pool not in ("processes", "ray") and not self.pool.startswith("ray://"):
@@ -252,5 +253,6 @@ def _require_targets(targets: Sequence[TargetValue], task: Task) -> None:
         )
         if near and figure != near[0] and not figure.endswith(("_std", "_worst")):
             raise InvalidValue(
-                f"targets: {quoted(value)}: no {quoted(figure)} is recorded: did you mean {near[0]!r}?"
+                f"targets: {quoted(value)}: no {quoted(figure)} is recorded: did you mean "
+                f"{near[0]!r}?"
             )

@@ -169,7 +169,9 @@ class RunDirectory:
         return []
 
     def settle(self, configuration: Mapping[str, Any]) -> None:
-        """Write the configuration. A run that finished with fewer rounds is unfinished from now on."""
+        """Write the configuration. A run that finished with fewer rounds is unfinished from now
+        on.
+        """
         if not self.ended(configuration):
             for name in _END:
                 (self.path / name).unlink(missing_ok=True)
@@ -254,7 +256,9 @@ class RunDirectory:
             return summary
 
     def provenance(self, engine: Choice | None) -> dict[str, str]:
-        """Return the engine of a rule and the real sites, which reports show beside the versions."""
+        """Return the engine of a rule and the real sites, which reports show beside the
+        versions.
+        """
         real = {REAL_SITES: "real"} if (self.path / SITES).exists() else {}
         return real if engine is None else {"engine": str(engine), **real}
 
@@ -343,7 +347,9 @@ def setting_folder(folder: Path, setting: str) -> Path:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object and its digest to a file. Raise `CheckpointError` when it cannot be written."""
+    """Write an object and its digest to a file. Raise `CheckpointError` when it cannot be
+    written.
+    """
     write_text(path, to_json({**value, "digest": _digest(value)}))
 
 

@@ -1,4 +1,6 @@
-"""The JSON schema of configuration files, with which an editor completes keys and marks mistakes."""
+"""The JSON schema of configuration files, with which an editor completes keys and marks
+mistakes.
+"""
 
 from dataclasses import MISSING, fields
 from typing import Any

@@ -109,7 +109,9 @@ class Display:
 
 
 class Lines(Display):
-    """Display for logs and pipes: a line for each run that ends, and regularly the progress of all."""
+    """Display for logs and pipes: a line for each run that ends, and regularly the progress of
+    all.
+    """
 
     def __call__(self, event: Event) -> None:
         if not self.finished:
@@ -126,7 +128,8 @@ class Lines(Display):
         remaining = f"about {time_text(max(seconds))} left" if seconds else "no pace yet"
         if self.runs > 1:
             self.line(
-                f"{len(self.finished) - len(self.bars)} of {self.runs} runs finished; {remaining} for all"
+                f"{len(self.finished) - len(self.bars)} of {self.runs} runs finished; "
+                f"{remaining} for all"
             )
         for task in self.progress.tasks[1:]:
             score = task.fields["score"] or "not measured yet"

@@ -43,11 +43,14 @@ class PythonObjects:
             self.texts[name] = {"algorithm": str(method), "code": code_digest(components(method))}
 
     def task(self, seed: int) -> Task:
-        """Return the task of a seed. Raises `InvalidValue` where the function gives something else."""
+        """Return the task of a seed. Raises `InvalidValue` where the function gives something
+        else.
+        """
         task = self.source(seed) if callable(self.source) else self.source
         if not isinstance(task, Task):
             raise InvalidValue(
-                f"task must be a Task or a function seed -> Task, not {quoted(task)}: see fl.make_task"
+                f"task must be a Task or a function seed -> Task, not {quoted(task)}: see "
+                "fl.make_task"
             )
         training = dataclasses.replace(task.training, **self.training)
         return dataclasses.replace(task, training=training) if self.training else task
@@ -80,8 +83,8 @@ class PythonObjects:
 def code_digest(objects: Iterable[object]) -> str:
     """Return a digest of the user's classes and functions in methods or a loss.
 
-    It covers the compiled code and plain attributes. These change with the behaviour of the code and
-    not with comments or lines.
+    It covers the compiled code and plain attributes. These change with the behaviour of the code
+    and not with comments or lines.
     """
     sources: dict[Any, None] = {}  # in order, each once
     values = []

@@ -79,7 +79,8 @@ def read_axes(
     """
     if not isinstance(table, Mapping):
         raise InvalidValue(
-            f"{prefix.rstrip('.')} must be a table of keys, each with {_EXAMPLE}, not {quoted(table, show)}"
+            f"{prefix.rstrip('.')} must be a table of keys, each with {_EXAMPLE}, not "
+            f"{quoted(table, show)}"
         )
     return {
         key: _axis(value, prefix + key, steps_needed)

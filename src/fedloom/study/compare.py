@@ -90,7 +90,8 @@ def python_table(
     task = objects.task(seeds[0])
     if options.get("measure") == "personal" and task.local_test is None:
         raise InvalidValue(
-            "measure = 'personal' needs test data of the clients' own: give the task local_test=0.25"
+            "measure = 'personal' needs test data of the clients' own: give the task "
+            "local_test=0.25"
         )
     folder = tempfile.mkdtemp(prefix="fedloom-") if directory is None else str(directory)
     table: dict[str, Any] = {"name": Path(folder).name}

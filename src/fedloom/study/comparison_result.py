@@ -75,7 +75,9 @@ class ComparisonResult(RunFigures):
         ]
 
     def frame(self) -> pandas.DataFrame:
-        """Return a row for each run: its method, seed, setting and figures, accuracies as shares."""
+        """Return a row for each run: its method, seed, setting and figures, accuracies as
+        shares.
+        """
         return data_frame({**run.name, **run.changes, **self._figures(run)} for run in self.runs)
 
     def _named_runs(self) -> list[tuple[dict[str, Any], RunSummary]]:

@@ -29,7 +29,9 @@ def runs_side_by_side(configuration: Configuration, runs: int) -> int:
 
 
 def threads_each(configuration: Configuration, runs: int) -> int:
-    """Return the threads of each run, which do not depend on `workers`, so that no last digit does."""
+    """Return the threads of each run, which do not depend on `workers`, so that no last digit
+    does.
+    """
     sharing = configuration.runs_at_a_time if _spreads_itself(configuration) else runs
     return configuration.threads or max(1, torch.get_num_threads() // max(1, sharing))
 

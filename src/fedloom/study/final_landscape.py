@@ -39,7 +39,9 @@ def add_landscapes(
 
 
 def landscape_of(path: Path, recorder: Landscape) -> dict[str, Any]:
-    """Return the loss around the final model of the run in a directory. Raises as `add_landscapes`."""
+    """Return the loss around the final model of the run in a directory. Raises as
+    `add_landscapes`.
+    """
     directory = RunDirectory(path)
     if not directory.finished:
         raise InvalidValue(f"{path} is not finished: it has no final model yet")

@@ -1,8 +1,8 @@
 """A search for the best parameters of a method, on validation data only: a grid, a sample of it, or
 Optuna's suggestions.
 
-Each trial is a configuration. Its runs, one for each seed, are in `tune/` and are never repeated, so
-the same search continues where it was interrupted. Trials are judged on the validation data that
+Each trial is a configuration. Its runs, one for each seed, are in `tune/` and are never repeated,
+so the same search continues where it was interrupted. Trials are judged on the validation data that
 `withhold` takes from the clients' training data.
 """
 
@@ -121,7 +121,8 @@ class Search:
         self.axes = read_axes(named, keys, steps_needed=steps_needed)
         if not self.axes:
             raise InvalidValue(
-                "nothing to search: give keys with values, such as training.learning_rate=[0.01,0.1]"
+                "nothing to search: give keys with values, such as "
+                "training.learning_rate=[0.01,0.1]"
             )
         if base.measure in TO_TARGET:
             allowed = ", ".join(MEASURES)
@@ -130,7 +131,8 @@ class Search:
             )
         if base.measure == "personal" and base.data.local_test is None and objects is None:
             raise InvalidValue(
-                "measure = 'personal' needs clients' own test data: give data.local_test, such as 0.25"
+                "measure = 'personal' needs clients' own test data: give data.local_test, such "
+                "as 0.25"
             )
         self.folder = base.folder / "tune"
         # Every value of the lists and both ends of the ranges must be allowed.
@@ -192,7 +194,9 @@ class Search:
 def searches(
     table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True
 ) -> list[tuple[Changes, Search]]:
-    """Return the changes of each setting with a search in its folder; without settings one search."""
+    """Return the changes of each setting with a search in its folder; without settings one
+    search.
+    """
     base = {key: value for key, value in table.items() if key != "settings"}
     if "settings" not in table:
         return [({}, Search(base, searched, steps_needed=steps_needed))]

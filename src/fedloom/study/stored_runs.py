@@ -73,7 +73,8 @@ def read_runs(folder: Path) -> list[StoredRun]:
     ]
     if not runs:
         raise InvalidValue(
-            f"{folder} holds no run: give the folder of a run or of a comparison, such as runs/digits"
+            f"{folder} holds no run: give the folder of a run or of a comparison, such as "
+            "runs/digits"
         )
     return runs
 

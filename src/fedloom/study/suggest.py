@@ -17,8 +17,8 @@ def search_optuna(
 ) -> list[Trial]:
     """Let Optuna's TPE sampler suggest trials.
 
-    The configuration's seed draws the suggestions. The same search suggests the same trials, and only
-    reads their finished runs, if `batch_size` and Optuna's version stay the same.
+    The configuration's seed draws the suggestions. The same search suggests the same trials, and
+    only reads their finished runs, if `batch_size` and Optuna's version stay the same.
 
     Args:
         search: The space.

@@ -74,7 +74,9 @@ def context_of(configuration: Configuration, seed: int) -> RunContext:
 
 
 def _groups(runs: Sequence[StoredRun]) -> Groups:
-    """Return the runs of the first seed with which several methods recorded a client's trajectory."""
+    """Return the runs of the first seed with which several methods recorded a client's
+    trajectory.
+    """
     groups: dict[tuple[int, int], list[StoredRun]] = {}
     for run in runs:
         for entry in run.summary.recorded:

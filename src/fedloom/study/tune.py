@@ -27,7 +27,9 @@ from fedloom.study.trials import final_trial, jobs_of, run_trials, write_trials
 from fedloom.study.tune_result import TuneResult
 
 Show = Callable[[int], AbstractContextManager[tuple[Watch, Callable[[], bool]]]]
-"""Shows the progress of a number of runs: yields a watch, and a function that returns True to stop."""
+"""Shows the progress of a number of runs: yields a watch, and a function that returns True to
+stop.
+"""
 
 
 def tune(

@@ -65,7 +65,8 @@ class Survey:
         for name, (low, high) in self.bounds.items():
             if not -math.inf < low < high < math.inf:
                 raise InvalidValue(
-                    f"bounds of {quoted(name)} must be a lower and a higher number, not {low:g} and {high:g}"
+                    f"bounds of {quoted(name)} must be a lower and a higher number, not "
+                    f"{low:g} and {high:g}"
                 )
 
 

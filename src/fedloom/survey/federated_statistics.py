@@ -61,7 +61,9 @@ MOST_ROWS = 2.0**48
 """Rows that a client can have, at most; with noise a few more or fewer than none."""
 
 MOST_CATEGORIES, MOST_OWN = 10_000, 100
-"""Categories of a column that one client may tell, and of those that no other one tells, at most."""
+"""Categories of a column that one client may tell, and of those that no other one tells, at
+most.
+"""
 
 
 def _writable(name: str) -> str:

@@ -1,5 +1,5 @@
-"""Arrow tables: of parquet and CSV files, folders of Hugging Face's `datasets` and their hub, and of
-data frames; columns of pictures.
+"""Arrow tables: of parquet and CSV files, folders of Hugging Face's `datasets` and their hub, and
+of data frames; columns of pictures.
 """
 
 import json
@@ -40,7 +40,9 @@ def read_parquet(paths: Sequence[Path]) -> Any:
 
 
 def _read_all(paths: Sequence[Path], batches: Callable[[Path], Iterator[Any]], damage: str) -> Any:
-    """Return one table of files, of each of which `batches` yields the schema and then the batches."""
+    """Return one table of files, of each of which `batches` yields the schema and then the
+    batches.
+    """
     import pyarrow as pa
 
     tables: list[Any] = []
@@ -60,7 +62,9 @@ def _read_all(paths: Sequence[Path], batches: Callable[[Path], Iterator[Any]], d
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
-    """Yield the schema and the batches of a parquet file, after a check of the sizes in its footer."""
+    """Yield the schema and the batches of a parquet file, after a check of the sizes in its
+    footer.
+    """
     import pyarrow as pa
     from pyarrow import parquet as pq
 

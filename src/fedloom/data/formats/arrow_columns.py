@@ -42,7 +42,9 @@ def is_pictures(kind: Any) -> bool:
 
 
 def first_empty(cells: Any) -> str:
-    """Return the row of the first empty cell and the number of all, for an error; "" without any."""
+    """Return the row of the first empty cell and the number of all, for an error; "" without
+    any.
+    """
     if not cells.null_count:
         return ""
     row = cells.is_null().index(True).as_py()
@@ -74,7 +76,8 @@ def number_column(cells: Any, title: str, decimal: str) -> Any:
     for row, cell in enumerate(full.to_pylist()):
         if cell is not None and _converted(pa.array([cell]), pa.float64(), ".") is None:
             raise DataError(
-                f"{title} is text: {quoted(cell)} in row {row}, and the model was trained on numbers"
+                f"{title} is text: {quoted(cell)} in row {row}, and the model was trained on "
+                "numbers"
             )
     return cells
 
@@ -157,8 +160,8 @@ def undictionary(cells: Any) -> Any:
 
 
 def _category(value: object) -> str:
-    """Return a cell as text: an empty one as "", and 1.0 as 1, since whole numbers beside empty cells
-    are read as floats.
+    """Return a cell as text: an empty one as "", and 1.0 as 1, since whole numbers beside empty
+    cells are read as floats.
     """
     if value is None:
         return ""

@@ -45,7 +45,8 @@ def require_room(needed: int, source: Path | str, share: float = 1) -> None:
             size / 2**30 for size in (needed, allowed_bytes() * share, needed / share)
         )
         raise DataError(
-            f"{source}: takes {takes:,.2f} GiB of memory, more than the {may:,.2f} GiB that it may take: set {VARIABLE} to more "
+            f"{source}: takes {takes:,.2f} GiB of memory, more than the {may:,.2f} GiB that it "
+            f"may take: set {VARIABLE} to more "
             f"than {needs:,.2f} if the data are meant to be so large"
         )
 

@@ -137,7 +137,8 @@ def _eight_bits(picture: Image.Image, name: str) -> Image.Image:
         levels = values * 255
     else:
         raise DataError(
-            f"{name}: levels from {values.min():g} to {values.max():g} of 32 bits have no rule for 8 bits: store them as "
+            f"{name}: levels from {values.min():g} to {values.max():g} of 32 bits have no rule "
+            "for 8 bits: store them as "
             "8 or 16 bits, or as floats from 0 to 1"
         )
     return Image.fromarray(levels.round().astype(np.uint8))

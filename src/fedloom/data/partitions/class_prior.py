@@ -30,8 +30,8 @@ def class_prior(
     (inner Dirichlet).
 
     Sample by sample: a random client that is not yet full draws a class from its prior,
-    renormalised over the classes that are not used up, and takes the next unused sample of it. (If a
-    prior is zero in double precision on all of these, the client draws among them uniformly.)
+    renormalised over the classes that are not used up, and takes the next unused sample of it. (If
+    a prior is zero in double precision on all of these, the client draws among them uniformly.)
 
     Args:
         alpha: The concentration of the priors, greater than 0: smaller, stronger skew.
@@ -50,7 +50,8 @@ def class_prior(
     room = partitions.build(sizes, labels, clients, seed, groups).sizes
     if room.sum() != len(labels) or len(room) != clients:
         raise InvalidValue(
-            f"class_prior: sizes={quoted(sizes)} must give each of the {len(labels)} samples to a client"
+            f"class_prior: sizes={quoted(sizes)} must give each of the {len(labels)} samples "
+            "to a client"
         )
     priors = rng.dirichlet(np.full(len(available), alpha), size=clients)
     turns = draw_turns(room, rng)

@@ -32,7 +32,8 @@ def partition_stream(
         raise InvalidValue(f"clients must be at least 1, not {clients}")
     if clients * minimum > len(labels):
         raise InvalidValue(
-            f"{clients} clients with at least {minimum} of the samples each need {clients * minimum}, "
+            f"{clients} clients with at least {minimum} of the samples each need "
+            f"{clients * minimum}, "
             f"but there are {len(labels)}: at most {len(labels) // minimum} clients"
         )
     return numpy_stream(seed, "partition")

@@ -36,7 +36,8 @@ def dirichlet(
 
     Args:
         alpha: The concentration, greater than 0.
-        minimum: All is drawn anew until every client has this number of samples (10 in FedMR, min(4 B, n /
+        minimum: All is drawn anew until every client has this number of samples (10 in FedMR,
+        min(4 B, n /
             (2 N)) = 40 in FedALA); at most 10,000 times, fewer where clients x classes is large.
 
     Raises:
@@ -56,7 +57,8 @@ def dirichlet(
             return cut_classes(labels, counts, rng)
         best = max(best, smallest)
     raise InvalidValue(
-        f"dirichlet(alpha={alpha}, minimum={minimum}) over {clients} clients: in {draws} draws the smallest client had "
+        f"dirichlet(alpha={alpha}, minimum={minimum}) over {clients} clients: in {draws} draws "
+        "the smallest client had "
         f"at most {best} samples; use a smaller minimum, a larger alpha or fewer clients"
     )
 

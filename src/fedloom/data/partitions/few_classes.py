@@ -118,7 +118,8 @@ def _shared(
         held_by = np.flatnonzero(holders[:, label])
         if size < len(held_by):
             raise InvalidValue(
-                f"{len(held_by)} of {len(holders)} clients must share class number {label} with {size} samples: "
+                f"{len(held_by)} of {len(holders)} clients must share class number {label} "
+                f"with {size} samples: "
                 f"use fewer clients or a smaller classes_per_client"
             )
         if len(held_by):

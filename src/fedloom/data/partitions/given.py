@@ -49,7 +49,8 @@ def natural(
         size = "" if together == 1 else f", and a client is {together} of them"
         raise InvalidValue(
             f"clients is {max(clients, 1)}, "
-            f"but {len(able)} of the {len(sizes)} natural ones have at least {minimum} samples{size}"
+            f"but {len(able)} of the {len(sizes)} natural ones have at least {minimum} "
+            f"samples{size}"
         )
     rng = numpy_stream(seed, "partition")
     mixed = rng.permutation(able) if together > 1 else able

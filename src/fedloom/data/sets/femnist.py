@@ -95,7 +95,8 @@ def femnist(
         large = [writer for writer in writers if len(writer) >= least]
         if not large:
             raise DataError(
-                f"femnist: no writer has {least} samples in a sample of {fraction} of the data; raise fraction"
+                f"femnist: no writer has {least} samples in a sample of {fraction} of the "
+                "data; raise fraction"
             )
         samples = _joined(large, range(len(large)))
         return hold_out(samples, test_fraction, split_seed, within=samples.groups)
@@ -189,7 +190,9 @@ def _hub_writers(table: Any, fraction: float, seed: int) -> list[Samples]:
 
 
 def read_leaf_images(path: Path) -> list[tuple[str, Samples]]:
-    """Read each writer's `x` (lists of 784 pixels, byte / 255, which become bytes again) and `y`."""
+    """Read each writer's `x` (lists of 784 pixels, byte / 255, which become bytes again) and
+    `y`.
+    """
 
     def convert(user: dict[str, Any]) -> dict[str, Any]:
         if isinstance(user.get("x"), list) and isinstance(user.get("y"), list):

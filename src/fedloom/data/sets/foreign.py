@@ -109,7 +109,8 @@ def _require_items(data: Any, name: str) -> None:
     has_items = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if isinstance(data, IterableDataset) or not has_items:
         raise InvalidValue(
-            f"data: {name} is no data: give the name of a data set, a Dataset, Samples, a torch data set with a length, a "
+            f"data: {name} is no data: give the name of a data set, a Dataset, Samples, a "
+            "torch data set with a length, a "
             "pandas or Polars table, or a Hugging Face Dataset"
         )
     if not len(data):
@@ -131,6 +132,7 @@ def _item(data: Any, name: str, row: int) -> tuple[Any, ...]:
         inputs = inputs[None] if inputs.ndim == 2 else inputs.transpose(2, 0, 1)
     if inputs.dtype.kind == "O":
         raise InvalidValue(
-            f"{name}: the inputs of sample {row} are {type(item[0]).__name__}: give tensors or arrays"
+            f"{name}: the inputs of sample {row} are {type(item[0]).__name__}: give tensors or "
+            "arrays"
         )
     return inputs, *item[1:]

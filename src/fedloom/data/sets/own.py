@@ -104,7 +104,8 @@ def images(
     root = Path(folder)
     if not folder or not root.is_dir():
         raise DataError(
-            f"{folder or 'images'}: no such folder (expected <class>/<picture>, perhaps in train/ and test/)"
+            f"{folder or 'images'}: no such folder (expected <class>/<picture>, perhaps in "
+            "train/ and test/)"
         )
     folders = [root / "train" if (root / "train").is_dir() else root]
     if folders[0] != root and (root / "test").is_dir():
@@ -124,7 +125,8 @@ def images(
         for name in names:
             if not by_class[folders[0] / name]:
                 raise DataError(
-                    f"{folders[0] / name}: no pictures of this class: add some, or remove the folder"
+                    f"{folders[0] / name}: no pictures of this class: add some, or remove the "
+                    "folder"
                 )
 
         def read() -> Split:
@@ -148,7 +150,8 @@ def _unused_files(root: Path, used: Sequence[Path]) -> list[str]:
         return []
     listed = shortened(", ".join(str(path.relative_to(root)) for path in unused))
     return [
-        f"{root}: {len(unused)} files are not read, since they are no pictures in a class folder: {listed}"
+        f"{root}: {len(unused)} files are not read, since they are no pictures in a class "
+        f"folder: {listed}"
     ]
 
 
@@ -274,7 +277,8 @@ def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
     tokens = samples.inputs
     if tokens.dtype == torch.int64 and (tokens.dim() != 2 or (tokens < 0).any()):
         raise DataError(
-            f"{source}: integer inputs are tokens [n, tokens] of at least 0, not of shape {list(inputs.shape)}"
+            f"{source}: integer inputs are tokens [n, tokens] of at least 0, not of shape "
+            f"{list(inputs.shape)}"
         )
     if not len(samples):
         raise DataError(f"{source}: no samples")

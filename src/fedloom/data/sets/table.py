@@ -92,7 +92,8 @@ def table(
     """
     if not path:
         raise InvalidValue(
-            "table needs path: a CSV file, a parquet file or a folder, and target: the column to learn (real sites "
+            "table needs path: a CSV file, a parquet file or a folder, and target: the column "
+            "to learn (real sites "
             "have their own rows, and need no path)"
         )
     columns = Columns(target, group, inputs, categorical, kind, missing, standardise)

@@ -35,7 +35,9 @@ class Finding:
 
 
 def kinds(method: Method) -> list[type]:
-    """Return the classes of a method and of its inner methods, except the classes of the interface."""
+    """Return the classes of a method and of its inner methods, except the classes of the
+    interface.
+    """
     classes = [kind for inner in components(method) for kind in type(inner).__mro__]
     return [
         kind
@@ -78,7 +80,9 @@ def calling_location() -> str:
 
 
 def drawing_location() -> str:
-    """Return the line under way if a method calls PyTorch there, and no layer of a model; else ""."""
+    """Return the line under way if a method calls PyTorch there, and no layer of a model; else
+    "".
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "torch":
         frame = frame.f_back

@@ -34,7 +34,8 @@ MISTAKES = {
     ),
     "stored": (
         "the client half writes self.state[{0!r}], which is lost on worker processes and sites",
-        "what the server is to know goes into the reply, under a name that expects gives; a client's own into cohort.memory",
+        "what the server is to know goes into the reply, under a name that expects gives; a "
+        "client's own into cohort.memory",
     ),
     "written": (
         "the client half writes self.{0}, which worker processes and sites forget",
@@ -76,7 +77,9 @@ class Listener(TorchFunctionMode):
         return result
 
     def watch(self, tensors: Mapping[str, Tensor]) -> None:
-        """Watch these tensors beside the others; a change counts for the one that was watched last."""
+        """Watch these tensors beside the others; a change counts for the one that was watched
+        last.
+        """
         self._watched = {
             **{name: (tensor, tensor._version) for name, tensor in tensors.items()},
             **self._watched,

@@ -35,5 +35,8 @@ def misread_names(method: Method) -> Iterator[Finding]:
                 problem = (
                     f"{name} = {value!r} has no type, so it is no parameter of {kind.__name__}"
                 )
-                remedy = f"write {name}: {type(value).__name__} = {value!r}, or ClassVar where it is none"
+                remedy = (
+                    f"write {name}: {type(value).__name__} = {value!r}, or ClassVar where "
+                    "it is none"
+                )
                 yield Finding(problem, location, remedy)

@@ -58,14 +58,20 @@ class ReferenceRun:
         self.findings += self.listener.findings()
         for (module, name), value in _globals(trial.method).items():
             if value != variables.get((module, name)):
-                problem = f"{name} of {module} changes while rounds go on, and each process has one of its own"
+                problem = (
+                    f"{name} of {module} changes while rounds go on, and each process "
+                    "has one of its own"
+                )
                 location = source_match(trial.method, rf"\b{name}\b")[0] or trial.location
                 remedy = "send it with the message; a client remembers in cohort.memory"
                 self.findings.append(Finding(problem, location, remedy))
         moved = self.findings or not torch.equal(self.federation.model(), trial.task.initial)
         if not moved and not self.federation.pipeline.personal:
             problem = f"the global model has not moved in {ROUNDS} rounds"
-            remedy = "update (or receive) must put a new model into self.state['model'], and train reply with trained weights"
+            remedy = (
+                "update (or receive) must put a new model into self.state['model'], and "
+                "train reply with trained weights"
+            )
             self.findings.append(Finding(problem, trial.server_location, remedy))
 
     def _rounds(self, engine: "_ListeningEngine") -> None:

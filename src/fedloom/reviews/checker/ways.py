@@ -71,7 +71,8 @@ _WAYS = {
     ),
     _TOGETHER: (
         f"{_TOGETHER} come to other models than one by one",
-        "treat every row of the leading client axis by itself: no index 0, no mean over all clients, random numbers from "
+        "treat every row of the leading client axis by itself: no index 0, no mean over all "
+        "clients, random numbers from "
         "cohort.stream; what belongs to clients and enters steps goes into context",
     ),
     "in worker processes": (
@@ -80,7 +81,8 @@ _WAYS = {
     ),
     "killed after a round and resumed": (
         "a run that is killed and resumed comes to another model",
-        "what the server must remember goes into self.state, and every draw comes from round.stream",
+        "what the server must remember goes into self.state, and every draw comes from "
+        "round.stream",
     ),
     "as the beginning of a longer run": (
         "the first rounds depend on how many there will be",

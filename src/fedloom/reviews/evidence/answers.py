@@ -93,7 +93,10 @@ def _differing(bundled: Mapping[str, Any], replayed: Mapping[str, Any], slack: f
     for name in bundled or replayed:
         a, b = bundled.get(name), replayed.get(name)
         if a != b and not _close(a, b, slack):
-            return f"from round {(bundled or replayed)['round']} on: {name} {str(a)[:40]}, here {str(b)[:40]}"
+            return (
+                f"from round {(bundled or replayed)['round']} on: {name} {str(a)[:40]}, "
+                f"here {str(b)[:40]}"
+            )
     return ""
 
 

@@ -222,7 +222,9 @@ def rewritten(value: Any, change: Callable[[Call], dict[str, Any]]) -> Any:
 
 
 def _own_modules(value: Any) -> set[str]:
-    """Return the modules that a configuration names, as `package.module:name`, wherever they are."""
+    """Return the modules that a configuration names, as `package.module:name`, wherever they
+    are.
+    """
     if isinstance(value, Mapping):
         return set().union(*map(_own_modules, value.values()))
     if isinstance(value, list | tuple):

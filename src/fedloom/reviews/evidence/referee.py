@@ -17,9 +17,11 @@ _UNEXPLAINED = 0.1  # the largest share of a difference that may be left where a
 _STAGES = {"in": "what it is sent", "out": "what it sends", "end": "its state after the round"}
 _ROLES = ("before", "samples", "loss", "after")
 _OTHERWISE = {
-    "before": "the weights of a blend: begun anew or kept from the client's last time, not clipped, learned with another rate, "
+    "before": "the weights of a blend: begun anew or kept from the client's last time, not "
+    "clipped, learned with another rate, "
     "for another time or on other samples",
-    "loss": "a term of the loss, its weight, how inputs are prepared, dropout, batch norm in evaluation mode",
+    "loss": "a term of the loss, its weight, how inputs are prepared, dropout, batch norm in "
+    "evaluation mode",
     "after": "the gradient: a term of the loss, a correction, clipping, another optimizer",
 }
 
@@ -93,7 +95,10 @@ def _size(a: Trace, b: Trace, alike: Sequence[Key]) -> str:
     key = alike[0]
     if a[key].shape != b[key].shape or key.role == "samples" or a[key].size == 1:
         return f"A has {np.ravel(a[key])[:8].tolist()}, B {np.ravel(b[key])[:8].tolist()}"
-    text = f"B differs by {np.abs(b[key] - a[key]).max():.3g} at most, {_share(a, b, key):.2g} of the way that it moved"
+    text = (
+        f"B differs by {np.abs(b[key] - a[key]).max():.3g} at most, {_share(a, b, key):.2g} "
+        "of the way that it moved"
+    )
     return text + (f"; so do {', '.join(k.tensor for k in alike[1:])}" if alike[1:] else "")
 
 
@@ -166,16 +171,25 @@ def _of_client(
     number, client, stage, role, _ = key
     sent, causes = a.vector(number, client, "in", "model", names), dict[str, Array | None]()
     if role == "before":
-        cause = "B starts {+1} times as far from what it is sent (0: a local initialisation is left out)"
+        cause = (
+            "B starts {+1} times as far from what it is sent (0: a local initialisation is "
+            "left out)"
+        )
         causes[cause] = None if sent is None else outcome - sent
     elif stage == "out":
-        cause = "B sends {+1} times A's: a number of steps or of clients, or a learning rate, by which it is divided"
+        cause = (
+            "B sends {+1} times A's: a number of steps or of clients, or a learning rate, "
+            "by which it is divided"
+        )
         causes[cause] = a.way(number, client, stage, names) if role == "model" else outcome
         if role == "model":
             cause = "{} times the model that it is sent (-1: B sends the difference from it)"
             causes[cause] = sent
     else:
-        rate = "the learning rate (of the round, where earlier rounds agree), a sum in place of a mean, clipping"
+        rate = (
+            "the learning rate (of the round, where earlier rounds agree), a sum in place "
+            "of a mean, clipping"
+        )
         if stage == "0":
             rate += ", Nesterov momentum, whose first step is 1 + momentum times as long"
         causes[f"B's step is {{+1}} times A's: {rate}"] = a.way(number, client, stage, names)
@@ -189,7 +203,10 @@ def _of_client(
         earlier for earlier in a.clients if earlier < number and client in a.clients[earlier]
     ]
     if stage == "0" and trained and (steps := b.steps(trained[-1], client)):
-        cause = "{} times the client's last step of an earlier round: momentum is kept between trainings in B"
+        cause = (
+            "{} times the client's last step of an earlier round: momentum is kept between "
+            "trainings in B"
+        )
         causes[cause] = b.way(trained[-1], client, steps[-1], names)
     for sort in sorted({k.role for k in a if k[:3] == (number, client, "in")} - {"model"}):
         received = a.vector(number, client, "in", sort, names)
@@ -231,7 +248,10 @@ def _of_loss(a: Trace, b: Trace, key: Key) -> str:
         else (1.0, 0.0)
     )
     if of_factor < 0.1 * of_constant:
-        return f"the loss is {1 + factor:.3g} times A's with the same weights and samples: a weight of it"
+        return (
+            f"the loss is {1 + factor:.3g} times A's with the same weights and samples: a "
+            "weight of it"
+        )
     return _OTHERWISE["loss"]
 
 
@@ -258,7 +278,8 @@ def _of_server(
         yield "the start: other initial weights, or a state of the server that does not begin with zeros"
         return
     cause = (
-        "the server moves {+1} times as far in B: a rate of the server, a mean over the clients of the "
+        "the server moves {+1} times as far in B: a rate of the server, a mean over the "
+        "clients of the "
         "round, not all, or in the first round Nesterov momentum (1 + momentum)"
     )
     vectors: dict[str, Array | None] = {cause: state_a - start}

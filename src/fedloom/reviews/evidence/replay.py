@@ -73,7 +73,8 @@ class Replay:
         changes = self._changes(0)
         machine = f"made with {one_line(changes)}: the last digits may differ"
         return [
-            f"{self.bundle.title}: {len(cells)} cells, {len(self.jobs)} runs, {rounds:,} rounds, on {', '.join(data)}",
+            f"{self.bundle.title}: {len(cells)} cells, {len(self.jobs)} runs, {rounds:,} "
+            f"rounds, on {', '.join(data)}",
             f"it took {time_text(seconds)} where it was made; runs go to {self.directory}",
             machine if changes else "the same versions and processor",
         ]
@@ -83,7 +84,10 @@ class Replay:
         stored, present = self._stored(number, "environment"), environment()
         changes = version_changes(stored | {"threads": present["threads"]}, present)
         if stored.get("processor") != present["processor"]:
-            changes = f"{changes}{', ' if changes else ''}{stored.get('processor')} (now {present['processor']})"
+            changes = (
+                f"{changes}{', ' if changes else ''}{stored.get('processor')} (now "
+                f"{present['processor']})"
+            )
         return changes
 
     @cached_property
@@ -128,7 +132,8 @@ class Replay:
         location = self.folders.get(name)
         if location is None and parameter != "folder":
             raise InvalidValue(
-                f"{name} reads {Path(stored).name!r}, which no bundle holds: give --data {name}=FOLDER"
+                f"{name} reads {Path(stored).name!r}, which no bundle holds: give --data "
+                f"{name}=FOLDER"
             )
         if location is None or parameter == "folder" or Path(location).is_file():
             return location

@@ -54,7 +54,8 @@ class Trace(dict[Key, Array]):
             raise DataError(f"{path} is no file of a trace ({first_line(error)})") from None
         if not self.clients:
             raise DataError(
-                f'{folder} holds no trace: record=["steps"] writes one, or recorded.jsonl and its tensors do'
+                f'{folder} holds no trace: record=["steps"] writes one, or recorded.jsonl and '
+                "its tensors do"
             )
 
     def steps(self, round: int, client: str) -> list[str]:

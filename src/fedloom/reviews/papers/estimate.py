@@ -46,7 +46,9 @@ class Cost(NamedTuple):
 
 
 def estimate(plan: ReproducePlan, threads: int) -> dict[str, list[Cost]]:
-    """Return the costs of the runs that are not finished, by setting, with `threads` threads a run."""
+    """Return the costs of the runs that are not finished, by setting, with `threads` threads a
+    run.
+    """
     costs: dict[str, list[Cost]] = {}
     for job in plan.waiting(fresh=False):
         configuration, training = job.configuration, job.configuration.training

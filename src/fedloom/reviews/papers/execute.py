@@ -127,7 +127,9 @@ def write(
 
 
 def _labelled(plan: ReproducePlan, summaries: Mapping[RunName, RunSummary]) -> list[RunSummary]:
-    """Return the finished runs under the paper's names, with their setting where there are several."""
+    """Return the finished runs under the paper's names, with their setting where there are
+    several.
+    """
     baselines = [cell.baseline for cell in plan.cells if cell.baseline]
     several = len({cell.setting.name for cell in plan.cells}) > 1
     labels = {

@@ -1,4 +1,6 @@
-"""Record of a reproduced table or figure, as `fedloom paper reproduce` writes it to `cells.json`."""
+"""Record of a reproduced table or figure, as `fedloom paper reproduce` writes it to
+`cells.json`.
+"""
 
 import datetime
 import json

@@ -28,7 +28,9 @@ def paper(name: str) -> Paper:
 
 
 def titles() -> dict[str, str]:
-    """Return the titles of all versions of all papers, by the prefix of their tables and figures."""
+    """Return the titles of all versions of all papers, by the prefix of their tables and
+    figures.
+    """
     return {version: title for one in PAPERS.values() for version, title in one.titles.items()}
 
 
@@ -53,6 +55,7 @@ def exhibit(name: str) -> Exhibit:
     if name not in entries:
         near = suggestion(name, [*entries, *titles()])
         raise InvalidValue(
-            f"no table or figure is called {name!r}{near} (fedloom paper reproduce lists all {len(entries)})"
+            f"no table or figure is called {name!r}{near} (fedloom paper reproduce lists all "
+            f"{len(entries)})"
         )
     return entries[name]

@@ -1,4 +1,6 @@
-"""MLflow: a run with parameters, metrics and the model's files, in a local database or on a server."""
+"""MLflow: a run with parameters, metrics and the model's files, in a local database or on a
+server.
+"""
 
 import os
 import tempfile
@@ -92,7 +94,9 @@ class MLflow:
 
     @_without_warnings()
     def end(self, result: Mapping[str, float] | None) -> None:
-        """Send all metrics, the figures at the end as `final_...`, and the files of a finished run."""
+        """Send all metrics, the figures at the end as `final_...`, and the files of a finished
+        run.
+        """
         self._add({f"final_{name}": value for name, value in (result or {}).items()}, 0)
         self._send()
         if result is not None and self._run.directory is not None:

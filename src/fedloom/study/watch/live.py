@@ -46,7 +46,9 @@ class Watched:
         self._read: dict[Path, tuple[Any, RunSummary | None]] = {}
 
     def state(self) -> dict[str, Any]:
-        """Return the progress of the runs by group. The version of a group changes with its report."""
+        """Return the progress of the runs by group. The version of a group changes with its
+        report.
+        """
         groups = [self._group(name, paths) for name, paths in self._groups().items()]
         return {"folder": str(self.folder), "refresh": REFRESH, "groups": groups}
 
@@ -96,7 +98,9 @@ class Watched:
         }
 
     def _summary(self, path: Path) -> RunSummary | None:
-        """Return a run's figures so far; None if the run has only begun or its files are damaged."""
+        """Return a run's figures so far; None if the run has only begun or its files are
+        damaged.
+        """
         stamp = _stamp(path)
         if path not in self._read or self._read[path][0] != stamp:
             self._read[path] = stamp, None

@@ -23,8 +23,10 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; img-src data: blob:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src "
+    "'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data: blob:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'",
 }
 
 
@@ -51,7 +53,9 @@ class Server(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Host headers of this server. A foreign page with a name that points here has another one."""
+        """Host headers of this server. A foreign page with a name that points here has another
+        one.
+        """
         port = self.server_address[1]
         return f"{ADDRESS}:{port}", f"localhost:{port}"
 
