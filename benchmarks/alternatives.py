@@ -1,16 +1,18 @@
-"""Two other ways to train many small models, against what the engines do: one client after another
-in one compiled loop, which keeps its weights in the cache, and the clients of several runs in one
-stack.
+"""Compare two other ways to train many small models with the engines.
+
+The first way trains one client after another in one compiled loop, with the weights in the cache.
+The second puts the clients of several runs in one stack.
 
     pip install numba          # not a dependency of fedloom
     python benchmarks/alternatives.py [--only loop|together] [--turns 9]
 
-`loop`: microseconds of a step of SGD of one client. The loop is Numba's, over all steps of a
-client, its products are BLAS's, and the update is folded into them as in the stacks; `k=10` are the
-stacks' own steps, of ten clients, and `apart` how far the models are apart (more than rounding
-where it turns the sign of what enters a ReLU). `together`: milliseconds of processor time of a
-round for each client that takes part, with 10 clients (one run), 30 and 70 (seven runs in one
-stack, at best).
+`loop`: microseconds per SGD step of one client. Numba compiles the loop over all steps of a client.
+BLAS computes the products and includes the update, as in the stacks. `k=10` are steps of the stacks
+for ten clients. `apart` is the largest difference between the models; it exceeds rounding where the
+sign of a ReLU input changes.
+
+`together`: milliseconds of processor time per round and participating client, with 10 clients (one
+run), 30 and 70 (seven runs in one stack, at best).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ STACKS = [(64, 64, 50, 5), (64, 128, 10, 5), (784, 200, 10, 1)]
 
 
 def noise(clients: int, samples: int, features: int, width: int, **training: Any) -> Task:
-    """A task of so many clients with samples of noise."""
+    """Return a task of `clients` clients with noise as samples."""
     draw = torch.Generator().manual_seed(0)
     train = Samples(
         torch.rand(clients * samples, features, generator=draw),
@@ -61,8 +63,10 @@ def noise(clients: int, samples: int, features: int, width: int, **training: Any
 
 
 def compiled() -> Callable[..., None]:
-    """All steps of one client: weights and biases of three layers, changed in place; inputs `[n,
-    features]`, labels, batch.
+    """Return the compiled function of all steps of one client.
+
+    Its arguments are weights and biases of three layers (changed in place), inputs `[n, features]`,
+    labels and batch.
     """
     import numba  # type: ignore[import-not-found]
     from numba.extending import get_cython_function_address  # type: ignore[import-not-found]
@@ -76,7 +80,7 @@ def compiled() -> Callable[..., None]:
 
     def plain_product(ta: int, tb: int, m: int, n: int, k: int, alpha: float, a: Any, lda: int, b: Any, ldb: int, beta: float,
                 c: Any, ldc: int) -> None:  # fmt: skip
-        """C[m, n] = alpha op(A) op(B) + beta C, column by column as Fortran has it."""
+        """Compute C[m, n] = alpha op(A) op(B) + beta C, column by column as in Fortran."""
         integers, real = np.empty(8, np.int32), np.empty(2, np.float32)
         (
             integers[0],
@@ -167,7 +171,7 @@ def compiled() -> Callable[..., None]:
 
 
 def loop(features: int, width: int, batch: int, steps: int, turns: int) -> dict[str, Any]:
-    """The compiled loop beside the steps of stacks, for ten clients."""
+    """Measure the compiled loop and the steps of stacks, for ten clients."""
     clients, samples = 10, batch * steps
     task = noise(clients, samples, features, width, batch_size=batch)
     folded, compiled_loop = (
@@ -219,7 +223,7 @@ def loop(features: int, width: int, batch: int, steps: int, turns: int) -> dict[
 def rounds_in_stacks(
     features: int, width: int, batch: int, epochs: int, turns: int
 ) -> dict[str, Any]:
-    """Rounds of 10, 30 and 70 clients in stacks."""
+    """Measure rounds of 10, 30 and 70 clients in stacks."""
     schedule = Schedule(10**4, 0.5, evaluate_every=10**4)
     runs = {}
     for clients in (10, 30, 70):

@@ -1,8 +1,8 @@
-"""One round of authors' own code beside fedloom's, on the same weights and batches.
+"""Compare one round of the authors' code with fedloom's, on the same weights and batches.
 
-Nothing is fetched or copied: give the folders of clones that you have made. What a repository
-imports but a round of its method does not use (torchvision, wandb, tqdm, ...) is replaced by an
-empty stand-in where it is not installed.
+The script downloads and copies nothing: pass the folders of your clones. Repositories import
+packages that a round does not use (torchvision, wandb, tqdm, ...). Empty stand-ins replace those
+that are not installed.
 
     python benchmarks/authors.py --fedbabu FOLDER --fedproto FOLDER --fedntd FOLDER --ifca FOLDER --fedpac FOLDER --fedas FOLDER
                                  --pfedfda FOLDER
@@ -15,11 +15,15 @@ empty stand-in where it is not installed.
     FedAS      https://github.com/xiyuanyang45/FedAS    (1a4f5fd)
     pFedFDA    https://github.com/cj-mclaughlin/pFedFDA (73c7c40)
 
-FedPAC's shares of heads are fedloom's on both sides, since its own call a solver (cvxpy) and a
-function that torch no longer has. FedAS' clients align a copy of the server's base each; that code
-has them align the server's own, one after the other. pFedFDA's shares of the Gaussians are 1/2 on
-both sides, its features those of the trained model instead of all passes in training, and its
-covariances lack the 1e-4 in every entry.
+Four details differ from the repositories:
+
+- FedPAC: both sides use fedloom's shares of heads. The authors' code needs a solver (cvxpy) and a
+  function that torch no longer has.
+- FedAS: each client aligns a copy of the server's base. In the authors' code all clients align the
+  same base, one after the other.
+- pFedFDA: the shares of the Gaussians are 1/2 on both sides. The features come from the trained
+  model instead of all training passes.
+- pFedFDA: the covariances do not have the additional 1e-4 in every entry.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ CLIENTS, SAMPLES, FEATURES, WIDTH, CLASSES, EPOCHS, RATE, MOMENTUM = 4, 12, 6, 5
 
 
 class Net(nn.Module):
-    """A base and a classifier `linear`, the name by which FedBABU's code knows it."""
+    """A base and a classifier `linear`, the name in FedBABU's code."""
 
     head = "linear"
 
@@ -74,7 +78,7 @@ class Net(nn.Module):
 
 
 class WithFeatures(nn.Module):
-    """The same as FedProto's code has it: log-probabilities and features."""
+    """The same in the form of FedProto's code: log-probabilities and features."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -86,8 +90,8 @@ class WithFeatures(nn.Module):
 
 
 class World:
-    """Clients of equal size whose batch is all that they have, so that orders of samples do not
-    matter, in float64.
+    """Clients of equal size with one batch of all samples, so that orders do not matter, in
+    float64.
     """
 
     def __init__(self, momentum: float = MOMENTUM, weight_decay: float = 0.0) -> None:
@@ -96,7 +100,7 @@ class World:
             CLIENTS * SAMPLES, FEATURES, dtype=torch.float64, generator=generator
         )
         self.labels = torch.randint(CLASSES - 1, (CLIENTS * SAMPLES,), generator=generator)
-        self.labels[:SAMPLES] = CLASSES - 1  # one client alone has the last class, and no other
+        self.labels[:SAMPLES] = CLASSES - 1  # only this client has the last class
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.net = Net().double()
@@ -129,9 +133,7 @@ class World:
 
 @contextmanager
 def importing(folder: Path, *stand_ins: str) -> Iterator[Callable[[str], Any]]:
-    """Give a function that imports a module of a folder, with stand-ins for modules that are not
-    installed.
-    """
+    """Provide a function that imports a module of a folder; stand-ins replace missing modules."""
     absent = {name: mock.MagicMock(__path__=[]) for name in stand_ins if not _installed(name)}
     sys.modules.update(absent)
     with mock.patch.object(sys, "path", [str(folder.resolve()), *sys.path]):
@@ -178,7 +180,7 @@ def personal(federation: Federation, client: int) -> Tensor:
 
 
 def fedbabu(folder: Path) -> dict[str, float]:
-    """The averaged base after a round, and a client's tuned model."""
+    """Compare the averaged base after a round, and a client's tuned model."""
     world, run = World(), World().federation("fedbabu(finetune_epochs=2)")
     with importing(folder, "tqdm", "torchvision") as load:
         update, average = load("models.Update"), load("models.Fed").FedAvg
@@ -205,7 +207,7 @@ def fedbabu(folder: Path) -> dict[str, float]:
 
 
 def fedproto(folder: Path) -> dict[str, float]:
-    """Weights models_after round 2 from the same prototypes, and the mean of the prototypes."""
+    """Compare models after round 2 from the same prototypes, and the mean of the prototypes."""
     world, run = World(), World().federation("fedproto")
     run.step()
     sent = {
@@ -249,7 +251,7 @@ def fedproto(folder: Path) -> dict[str, float]:
 
 
 def fedntd(folder: Path) -> dict[str, float]:
-    """The averaged model after a round."""
+    """Compare the averaged model after a round."""
     world, run = World(), World().federation("fedntd(fedavg, beta=0.8, temperature=2.0)")
     with importing(folder, "wandb", "torchvision") as load:
         trainer_type = load("algorithms.fedntd.ClientTrainer").ClientTrainer
@@ -278,7 +280,7 @@ def fedntd(folder: Path) -> dict[str, float]:
 
 
 def ifca(folder: Path) -> dict[str, float]:
-    """Every model after two rounds, without momentum, which that code does not have."""
+    """Compare every model after two rounds, without momentum: the authors' code has none."""
     world, run = World(), World(momentum=0.0).federation("ifca(k=2)")
     nets = [loaded(run, row) for row in run.algorithm.state["models"]]
     with importing(folder / "mnist", "torchvision", "torchvision.datasets") as load:
@@ -299,7 +301,7 @@ def ifca(folder: Path) -> dict[str, float]:
 
 
 def fedpac(folder: Path) -> dict[str, float]:
-    """The base, the heads of all clients and the prototypes after round 2."""
+    """Compare the base, the heads of all clients and the prototypes after round 2."""
     world, run = World(weight_decay=5e-4), World(weight_decay=5e-4).federation("fedpac")
     run.step()
     prototypes = dict(enumerate(run.algorithm.state["prototypes"]))
@@ -342,7 +344,7 @@ def fedpac(folder: Path) -> dict[str, float]:
 
 
 class BaseAndHead(nn.Module):
-    """The same as FedAS' code has it."""
+    """The same in the form of FedAS' code."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -355,7 +357,9 @@ class BaseAndHead(nn.Module):
 
 
 def fedas(folder: Path) -> dict[str, float]:
-    """Each client's model after round 2, and its trace of the Fisher information by single samples."""
+    """Compare each client's model after round 2, and its trace of the Fisher information by
+    single samples.
+    """
     world, run = World(), World().federation("fedas")
     run.step()
     store = run.engine.store  # type: ignore[attr-defined]
@@ -393,7 +397,9 @@ def fedas(folder: Path) -> dict[str, float]:
 
 
 class WithLogits(nn.Module):
-    """The same as FedPAC's and pFedFDA's code have it: features and logits, and a classifier `fc`."""
+    """The same in the form of FedPAC's and pFedFDA's code: features and logits, and a classifier
+    `fc`.
+    """
 
     classifier_weight_keys: ClassVar[list[str]] = ["net.linear.weight", "net.linear.bias"]
 
@@ -411,7 +417,7 @@ class WithLogits(nn.Module):
 
 
 def pfedfda(folder: Path) -> dict[str, float]:
-    """The averaged base and Gaussians after a round, and a client's head in it."""
+    """Compare the averaged base and Gaussians after a round, and a client's head in it."""
     half = torch.full((2,), 0.5, dtype=torch.float64)
     with mock.patch("fedloom.algorithms.pfedfda.validated_shares", return_value=half):
         world, run = World(), World().federation("pfedfda")
@@ -426,7 +432,7 @@ def pfedfda(folder: Path) -> dict[str, float]:
         float64(),
     ):
         module = load("clients.client_fedfda")
-        module.cov_nearest = lambda covariance, **_: covariance  # which is positive definite
+        module.cov_nearest = lambda covariance, **_: covariance  # positive definite
         for k in range(CLIENTS):
             trainer, (inputs, labels) = (
                 module.ClientFedFDA.__new__(module.ClientFedFDA),
@@ -473,7 +479,7 @@ def pfedfda(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Make float64 the type of what is created, as in `torch.Tensor(...)`."""
+    """Make float64 the type of new tensors, as in `torch.Tensor(...)`."""
     torch.set_default_dtype(torch.float64)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Does FedMR hold where its pool comes apart? FedAvg, FedMR and FedMR with a share of averaging
-that the server chooses.
+"""Does FedMR with a share of averaging succeed where the models of its pool diverge?
 
-The settings of digits on which FedMR fails or is slow, those with wrong labels on which it wins,
-and two of MNIST: twenty clients, ten a round, three seeds. A run is one line of the record,
-appended when it ends: started again, the script goes on with what is missing.
+The script compares FedAvg, FedMR and FedMR with a share of averaging chosen by the server. It uses
+the settings of digits on which FedMR fails or is slow, settings with wrong labels on which it wins,
+and two settings of MNIST. They have twenty clients, ten per round, and three seeds. A finished run
+adds one line to the record. A restarted script continues with the missing runs.
 
     python benchmarks/blend.py [--mnist FOLDER] [--record FILE]     # half an hour of one core, and as much for MNIST
     python benchmarks/blend.py --tables                             # only print
@@ -30,8 +30,8 @@ METHODS = ("fedavg", "fedmr", "fedmr(blend='auto')")
 
 
 class Setting(NamedTuple):
-    """`model`, learning rate, momentum, batch size, local epochs, rounds, partition, share of the
-    labels replaced, data set.
+    """One setting: `model`, learning rate, momentum, batch size, local epochs, rounds,
+    partition, share of replaced labels, data set.
     """
 
     model: str
@@ -69,8 +69,9 @@ SETTINGS = (
 
 
 def noisy_task(data: str | Dataset, setting: Any, batch: int, seed: int) -> fl.Task:
-    """Return the task of twenty clients with the setting's model, partition, label noise, learning
-    rate, momentum and epochs.
+    """Return the task of twenty clients for the setting.
+
+    It has the setting's model, partition, label noise, learning rate, momentum and epochs.
     """
     return fl.make_task(
         data,
@@ -89,8 +90,10 @@ def noisy_task(data: str | Dataset, setting: Any, batch: int, seed: int) -> fl.T
 
 
 def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict[str, Any]:
-    """One run: its test accuracies (forty of them), and at the end the pool's mean cosine
-    similarity and the share of averaging. A run that diverges counts as guessing.
+    """Make one run.
+
+    Return its forty test accuracies, the pool's mean cosine similarity at the end, and the share of
+    averaging. A run that diverges has the accuracy of guessing.
     """
     data = "digits" if setting.data == "digits" else f"mnist(folder={mnist!r})"
     task = noisy_task(data, setting, setting.batch, seed)
@@ -129,7 +132,7 @@ def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict
 
 
 def recorded(path: Path) -> dict[tuple[Setting, str, int], dict[str, Any]]:
-    """The runs that have ended."""
+    """Return the finished runs."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {
         (Setting(*run["setting"]), run["method"], run["seed"]): run
@@ -138,8 +141,10 @@ def recorded(path: Path) -> dict[tuple[Setting, str, int], dict[str, Any]]:
 
 
 def table(done: dict[tuple[Setting, str, int], dict[str, Any]]) -> None:
-    """A row for each setting: best, last and mean of the last four evaluations of each method,
-    means over the seeds, in %.
+    """Print a row for each setting.
+
+    It has the best, the last and the mean of the last four evaluations of each method, as means
+    over the seeds, in %.
     """
     rows = []
     for setting in SETTINGS:

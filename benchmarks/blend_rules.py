@@ -1,11 +1,12 @@
-"""Rules for FedMR's share of averaging b that were tried beside `blend=auto`: what each keeps of
-FedMR's gain, where it loses.
+"""Compare rules for FedMR's share of averaging b, tried beside `blend=auto`.
 
-A rule sees what the server sees in a round of K models: T, the squared way of the pool's mean from
-the start, S, the variance of the pool, U, that of its updates, and D, the squared length of the
-mean update. The mean by samples takes the share b of each model after recombination. Settings,
-FedAvg, FedMR, two stages and `blend=auto` are those of the map (records/map.jsonl). A run is one
-line of the record, appended when it ends: started again, the script goes on with what is missing.
+The tables show how much of FedMR's gain each rule preserves, and where it loses. A rule uses the
+server's figures of a round with K models: T, the squared distance of the pool's mean from the
+start; S, the variance of the pool; U, the variance of its updates; and D, the squared length of the
+mean update. The mean by samples gets the share b of each model after recombination.
+
+Settings, FedAvg, FedMR, two stages and `blend=auto` are from the map (records/map.jsonl). A
+finished run adds one line to the record. A restarted script continues with the missing runs.
 
     python benchmarks/blend_rules.py [--only WORDS] [--mnist FOLDER] [--record FILE]     # three hours of one core in all
     python benchmarks/blend_rules.py --tables                                            # only print
@@ -39,7 +40,7 @@ SEED = 0
 
 
 class Figures(NamedTuple):
-    """The figures of a round that the server has."""
+    """The server's figures of a round."""
 
     number: int
     models: int
@@ -51,7 +52,9 @@ class Figures(NamedTuple):
 
 @dataclass
 class Memory:
-    """Running means of U and D over about `1 / pace` rounds, and whether recombination has begun."""
+    """Running means of U and D over about `1 / pace` rounds, and whether recombination has
+    begun.
+    """
 
     pace: float
     added: float = math.nan
@@ -73,7 +76,7 @@ class Memory:
 
 
 def cap(figures: Figures, limit: float) -> float:
-    """Return c(x) = max(0, 1 - sqrt(x T / S)), which caps the variance at x T."""
+    """Return c(x) = max(0, 1 - sqrt(x T / S)), which limits the variance to x T."""
     return (
         max(0.0, 1 - math.sqrt(limit * figures.progress / figures.spread))
         if figures.spread > 0
@@ -88,7 +91,7 @@ def auto(figures: Figures, tolerance: float) -> float:
 
 
 def averaging_first(figures: Figures, memory: Memory, threshold: float, limit: float) -> float:
-    """Return 1 until p falls below `threshold` after the third round, then c(limit)."""
+    """Return 1 until p is below `threshold` after the third round, then c(limit)."""
     if memory.noise(figures) < threshold and figures.number > 3:
         memory.begun = True
     return cap(figures, limit) if memory.begun else 1.0
@@ -127,14 +130,14 @@ RULES: dict[str, tuple[float, Rule]] = {  # with the pace of the memory: 0.2 is 
 }
 CENTRED = "around the mean by samples: max(p smoothed, c(0.1))"
 RULES[CENTRED] = RULES["max(p smoothed, c(0.1))"]
-# of which the map has not every setting
+# the map lacks some of these settings
 METHODS = ("fedavg(weighted=false)", "stages(fedavg:auto, fedmr)")
 OF_MAP = ("fedmr", "stages", "fedmr(blend='auto')")
 
 
 @dataclass
 class RuledFedMR(fl.FedMR):
-    """FedMR whose share of averaging follows one of the `RULES`."""
+    """FedMR with a share of averaging by one of the `RULES`."""
 
     rule: str = field(default="c(0.1)", kw_only=True)
 
@@ -168,7 +171,7 @@ class RuledFedMR(fl.FedMR):
 
 
 def settings() -> list[Setting]:
-    """The twelve settings of digits that the rules were chosen on."""
+    """Return the twelve settings of digits for the choice of the rules."""
     clean_and_wrong = [
         Setting("digits", "mlp(hidden=[64, 64])", skew, noise, 200)
         for skew in SKEWS
@@ -183,7 +186,7 @@ def settings() -> list[Setting]:
 
 
 def held_out() -> list[Setting]:
-    """MNIST's 2NN, on which no rule was chosen."""
+    """Return the settings of MNIST's 2NN, which had no part in the choice of the rules."""
     return [
         Setting("mnist", "mcmahan_2nn", skew, noise, 100) for noise in (0.0, 0.4) for skew in SKEWS
     ]
@@ -208,8 +211,10 @@ def measure(setting: Setting, rule: str, data: Dataset) -> list[float]:
 
 
 def row(rule: str, done: Runs, where: list[Setting]) -> str | None:
-    """Return the line of a rule: gain of FedMR kept, mean lead over FedAvg, settings more than a
-    point behind, the two worst.
+    """Return the row of a rule.
+
+    It has the preserved share of FedMR's gain, the mean lead over FedAvg, the number of settings
+    more than a point behind, and the two worst leads.
     """
     if any((setting, rule, SEED) not in done for setting in where):
         return None
@@ -236,7 +241,9 @@ def row(rule: str, done: Runs, where: list[Setting]) -> str | None:
 
 
 def print_tables(done: Runs) -> None:
-    """Print one table of the settings that the rules were chosen on, and one of those held out."""
+    """Print one table for the settings of the choice of the rules, and one for the held-out
+    settings.
+    """
     for where in (settings(), held_out()):
         print(f"\n{len(where)} settings of {where[0].data}\n")
         print("| share of averaging b | kept | mean | behind | worst |\n|---|---|---|---|---|")

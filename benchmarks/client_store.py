@@ -1,11 +1,11 @@
-"""Personal models of many clients in little memory: peak memory, and what the store costs beside
-bare copies and files.
+"""Store personal models of many clients in little memory.
 
-A federation in which every client keeps a model of its own takes turns through all clients, so that
-each is met `--turns` times; the clients' models together exceed the budget many times over and
-spill. Then the run is resumed by a new store, every model is checked, and the store's operations
-are timed. The full size of the claim, 1,000 ResNet-18 in 4 GiB, needs some 60 GB of disk
-(`--clients 1000 --turns 1`); the default shows the same in little time.
+The script measures peak memory and the cost of the store over plain copies and files. Every client
+of the federation keeps its own model. Rounds go through all clients in turn, `--turns` times. The
+clients' models together are much larger than the budget, so the store writes them to disk. Then a
+new store resumes the run, every model is checked, and the store's operations are timed. The full
+claim, 1,000 ResNet-18 in 4 GiB, needs some 60 GB of disk (`--clients 1000 --turns 1`). The default
+shows the same in little time.
 
     python benchmarks/client_store.py [--clients 100] [--model wide|resnet18] [--budget-mb 400] [--participants 10] [--turns 2]
 """
@@ -47,7 +47,7 @@ from outcome import tell
 
 @dataclass
 class PersonalModels(FedAvg):
-    """Clients keep what they trained, and go on from the mean of it and the download."""
+    """Clients store their trained model and continue from its mean with the download."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         stored = cohort.memory.knows("model").unsqueeze(1)
@@ -72,8 +72,10 @@ class InTurn(Part):
 
 
 def small_data(clients: int, model: str) -> Task:
-    """Two random samples a client, one step: the store is measured, not the training. The `wide`
-    net has as many parameters as ResNet-18, 11.2 million, and trains in a hundredth of its time.
+    """Return a task with two random samples per client and one step.
+
+    It measures the store and not the training. The `wide` net has as many parameters as ResNet-18,
+    11.2 million, and trains in a hundredth of the time.
     """
     draw = torch.Generator().manual_seed(0)
     shape = (3, 32, 32) if model == "resnet18" else (784,)
@@ -95,13 +97,13 @@ def small_data(clients: int, model: str) -> Task:
 
 
 def peak_mib() -> float:
-    """Most memory this process ever held, in MiB."""
+    """Return the peak memory of this process, in MiB."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def median_ms(act: Callable[[int], object], clients: list[int]) -> float:
-    """Median milliseconds of `act` over some clients."""
+    """Return the median milliseconds of `act` over some clients."""
     seconds = []
     for client in clients:
         began = time.perf_counter()
@@ -113,8 +115,9 @@ def median_ms(act: Callable[[int], object], clients: list[int]) -> float:
 def operations(
     store: ClientStore, folder: Path, row: torch.Tensor, some: list[int]
 ) -> list[dict[str, float | str]]:
-    """Milliseconds a client for what a round does, beside the bare copy, read and write of the same
-    bytes.
+    """Return milliseconds per client for the operations of a round.
+
+    Plain copies, reads and writes of the same bytes are measured for comparison.
     """
     path = folder / "bare.bin"
 
@@ -159,9 +162,7 @@ def operations(
 
 
 def main() -> None:
-    """Run, resume, check, time; exit with 1 where a model is not what it should be or memory passed
-    the limit.
-    """
+    """Run, resume, check, time; exit with 1 if a model is wrong or memory exceeded the limit."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--model", choices=["wide", "resnet18"], default="wide")
@@ -179,7 +180,7 @@ def main() -> None:
     imported = peak_mib()
     task = small_data(chosen.clients, chosen.model)
     model_bytes = 4 * task.layout.size
-    # Three generations of what changes between checkpoints lie on the disk at once.
+    # The disk holds three generations of changed tensors between checkpoints at once.
     changed = min(chosen.clients, chosen.participants * 5)
     needed = model_bytes * (chosen.clients + 2 * changed + 10)
     folder = Path(tempfile.mkdtemp(prefix="fedloom-benchmark-", dir=chosen.folder))
@@ -213,8 +214,8 @@ def main() -> None:
             client for client in range(chosen.clients) if not sound(resumed, engine.store, client)
         ]
         some = list(range(0, chosen.clients, max(1, chosen.clients // 20)))
-        # The budget of one model: whatever is written pushes another out, whatever is read is on
-        # the disk.
+        # The budget holds one model, so each write moves another model to disk and each read is
+        # from disk.
         resumed.budget = 3 * model_bytes
         rows = operations(resumed, folder, task.initial, some)
     finally:
@@ -242,9 +243,7 @@ def main() -> None:
 
 
 def sound(resumed: ClientStore, original: ClientStore, client: int) -> bool:
-    """Return True if a store made again holds for the client what the run's own store does, bit for
-    bit.
-    """
+    """Return True if a new store has the same bits for the client as the run's own store."""
     restored, expected = resumed.read(client), original.read(client)
     names = {"model", "seen"}
     return restored.keys() == names == expected.keys() and all(

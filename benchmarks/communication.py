@@ -1,12 +1,12 @@
-"""What a round of each method costs: FedMR's appendix C.1 out of the bytes that were counted, with
-computing times beside it.
+"""Measure the traffic of a round of each method, for FedMR's appendix C.1, and its computing
+time.
 
 K clients take part. The paper counts 2K models for FedAvg, FedProx, CluSamp, FedMR and the later
-baselines, 2K models and 2K control variates (as long as the trainable part of a model) for
-SCAFFOLD, 2K models and K generators for FedGen. The counts here are those of the last of a few
-rounds (FedGen sends no generator in the first, and its clients return a count for each class, which
-the paper leaves out), in units of one model. Times are medians over the rounds after the first, in
-milliseconds: of a client's whole turn, and of the server's half of the round.
+baselines. It counts 2K models and 2K control variates (with the size of the model's trainable part)
+for SCAFFOLD, and 2K models and K generators for FedGen. The script counts the bytes of the last of
+a few rounds, in units of one model. FedGen sends no generator in the first round. Its clients
+return a count for each class, which the paper omits. Times are medians over the rounds after the
+first, in milliseconds: a client's whole turn, and the server's half of the round.
 
     python benchmarks/communication.py [--rounds 5] [--clients 20] [--participation 0.5] [--data digits] [--model mlp]
 """
@@ -39,11 +39,11 @@ BASELINES = (
     "indep",
     "fedmr",
 )
-"""Methods that exchange a model down and a model up with each client, and nothing else."""
+"""Methods that exchange only one model down and one model up with each client."""
 
 
 def in_the_paper(name: str, method: Federation, participants: int) -> tuple[str, float]:
-    """Return the traffic that appendix C.1 gives, in words and in multiples of one model's size."""
+    """Return the traffic by appendix C.1, as text and in multiples of one model's size."""
     layout = method.task.layout
     if name == "scaffold":
         return "2K models + 2K variates", 2 * participants * (1 + layout.trainable / layout.size)
@@ -54,7 +54,7 @@ def in_the_paper(name: str, method: Federation, participants: int) -> tuple[str,
 
 
 def measure(name: str, task: Task, schedule: Schedule) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     run = Federation(build(name), task, RowsEngine(task), schedule)
     run.run()
     record = run.history[-1]

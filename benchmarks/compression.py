@@ -1,8 +1,7 @@
 """Compressed traffic: bytes, down and up together, until the test accuracy is 95 %, by code.
 
-Twenty clients, half of them in a round, Dirichlet 1.0. Each line is the mean over seeds; a seed
-that does not get there in the given rounds is counted as not reached, and the line says in how many
-seeds it was.
+Twenty clients, half of them in a round, Dirichlet 1.0. Each line is the mean over the seeds that
+reach the accuracy in the given rounds. It also gives the number of these seeds.
 
     python benchmarks/compression.py [--data digits] [--samples N] [--rounds 150] [--seeds 3] [--target 0.95]
 """

@@ -1,10 +1,10 @@
-"""What loading data costs: seconds and peak memory of the standard formats, and the share of a
-training step.
+"""Measure the cost of loading data in the standard formats.
 
-Run `python benchmarks/data_loading.py [--data FOLDER]`. FOLDER (default: FEDLOOM_DATA) may hold
-MNIST; CIFAR-10 is written to a temporary folder at its full size, with random pixels, in the Python
-and the binary format. Each set is loaded in a process of its own, so that its peak memory is its
-own. The last line is one JSON object.
+The figures are seconds and peak memory, and the share of a training step. Run `python
+benchmarks/data_loading.py [--data FOLDER]`. FOLDER (default: FEDLOOM_DATA) may hold MNIST. The
+script writes CIFAR-10 to a temporary folder in full size, with random pixels, in the Python and the
+binary format. A separate process loads each set, so that its peak memory is separate. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STEPS = 60
 
 
 def main() -> None:
-    """Measure, print a table, and last one JSON line."""
+    """Measure; print a table and then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--data", default=os.environ.get("FEDLOOM_DATA"), help="folder that may hold MNIST"
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def load_apart(name: str, folder: str) -> dict[str, float]:
-    """`load_here` in a fresh process."""
+    """Run `load_here` in a fresh process."""
     command = [sys.executable, __file__, "--load", name, folder]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     times: dict[str, float] = json.loads(output)
@@ -78,8 +78,8 @@ def load_apart(name: str, folder: str) -> dict[str, float]:
 
 
 def load_here(name: str, folder: str) -> dict[str, float]:
-    """Seconds to load the set, the process's peak memory (MB), and how far it lies above the peak
-    after the imports.
+    """Return the seconds of loading, the peak memory (MB), and its excess over the peak after
+    the imports.
     """
     make = datasets[name].make
     imported = _peak_mb()
@@ -114,7 +114,7 @@ def _batches() -> list[tuple[str, np.ndarray, np.ndarray]]:
 
 
 def write_python(folder: Path) -> None:
-    """CIFAR-10's six Python batches, 10,000 random images each."""
+    """Write CIFAR-10's six Python batches, 10,000 random images each."""
     for name, pixels, labels in _batches():
         # The authors' files hold the pixels as one byte string; of Python 3's protocols 4 does so
         # too.
@@ -124,9 +124,10 @@ def write_python(folder: Path) -> None:
 
 
 def batch_share() -> dict[str, float]:
-    """Milliseconds to gather and prepare a batch of CIFAR-shaped bytes, of a whole SGD step on
-    FedALA's CNN, and the share of the first in the second (medians on one thread; the step's time
-    contains the batch's).
+    """Return milliseconds of a batch, of a step, and the share of the batch in the step.
+
+    The batch is gathered from CIFAR-shaped bytes and prepared. The step is a whole SGD step on
+    FedALA's CNN and contains the batch. Both are medians on one thread.
     """
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=draw)

@@ -1,18 +1,21 @@
-"""Seconds of a FedAvg round in each engine over the same SGD steps on one bare module, in one run
-on one machine.
+"""Compare a FedAvg round in each engine with the same SGD steps on one bare module.
 
     python benchmarks/engines.py [--engines rows,stacked,default] [--tasks mlp,logistic] [--clients 10,100] [--rounds 5]
     python benchmarks/engines.py --engines rows,default --tasks digits_mlp,digits_cnn,digits_logistic --clients 20
     python benchmarks/engines.py --engines rows,stacked --tasks digits_mlp --clients 20 --methods "fedavg;fedprox;scaffold"
 
-The bare steps run as a user writes them, in a process of their own on as many threads, twice: with
-the C library's allocator as it comes (`bare_s`, what ratios are over) and with the allocator
-keeping its pages (`tuned_s`). All run in turn, round by round; `ratio` is the median over rounds of
-engine over bare of the same round, `best_ratio` the least over the least. `cpu_ratio` is the
-processors' time of a round, worker processes included, over that of the bare round: on a machine
-that others use too it says more; the bare steps are those of FedAvg with SGD, whatever the method.
-`rows_ratio` is the median of the rounds of `rows` over those of the engine. The engine that
-`default` takes for a run of 300 rounds, and why, stands beside.
+All figures are seconds from one run on one machine. The bare steps run as a user writes them, in a
+separate process on equally many threads, twice. `bare_s` uses the C library's default allocator and
+is the base of the ratios; `tuned_s` uses an allocator that reuses its pages. All run in turn, round
+by round.
+
+- `ratio`: median over rounds of engine over bare, in the same round.
+- `best_ratio`: minimum of the engine over minimum of the bare steps.
+- `cpu_ratio`: processor time of a round over the bare round, worker processes included. It is the
+  better figure on a shared machine. The bare steps are FedAvg with SGD for every method.
+- `rows_ratio`: median of the rounds of `rows` over the median of the engine.
+
+The table also shows the engine of `default` for a run of 300 rounds, with the reason.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ from outcome import tell
 def random_task(
     model: str | nn.Module, shape: tuple[int, ...], clients: int, samples: int, **training: Any
 ) -> Task:
-    """Clients with `samples` random samples each, of ten classes."""
+    """Return clients with `samples` random samples each, of ten classes."""
     draw = torch.Generator().manual_seed(0)
     total = clients * samples
     train = Samples(
@@ -82,7 +85,7 @@ def resnet_task(clients: int, samples: int = 100) -> Task:
 
 
 def logistic_task(clients: int) -> Task:
-    """FedUmf's and FedDC's synthetic data, whose clients have unequal numbers of samples."""
+    """Return the synthetic data of FedUmf and FedDC; clients have unequal numbers of samples."""
     return make_task(
         f"synthetic(alpha=1.0, beta=1.0, users={clients})",
         clients=clients,
@@ -93,7 +96,7 @@ def logistic_task(clients: int) -> Task:
 
 
 def digits_task(model: str, clients: int, **changes: Any) -> Task:
-    """The digits of `make demo`, held as unevenly."""
+    """Return the digits of `make demo`, with the same unequal clients."""
     training = {"learning_rate": 0.1, "batch_size": 50, "epochs": 5, **changes}
     return make_task(
         "digits", clients=clients, partition="dirichlet(0.1)", model=model, training=training
@@ -115,15 +118,16 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 class Cost(NamedTuple):
-    """The cost of a round: seconds on the clock, and seconds of all processors together."""
+    """The cost of a round: wall-clock seconds, and seconds of all processors together."""
 
     clock: float
     processors: float
 
 
 def bare_cost(module: nn.Module, task: Task) -> Cost:
-    """One round's SGD steps on one bare module; loading the start model and gathering batches are
-    not counted.
+    """Run one round's SGD steps on one bare module.
+
+    Loading the start model and gathering batches are not counted.
     """
     settings = task.training
     optimizer = torch.optim.SGD(
@@ -150,7 +154,7 @@ def bare_cost(module: nn.Module, task: Task) -> Cost:
 
 
 def serve(name: str, clients: int) -> None:
-    """Run a round of bare steps for every line that is read, and print its cost."""
+    """Run a round of bare steps for every input line, and print its cost."""
     task = TASKS[name](clients)
     module = copy.deepcopy(task.model)
     for _ in sys.stdin:
@@ -158,8 +162,9 @@ def serve(name: str, clients: int) -> None:
 
 
 class BareProcess:
-    """The bare steps in a process of their own, so that neither this one's allocator nor its
-    threads touch them.
+    """The bare steps in a separate process.
+
+    The allocator and the threads of this process do not affect them.
     """
 
     def __init__(self, name: str, clients: int, tuned: bool) -> None:
@@ -182,7 +187,7 @@ class BareProcess:
 
 
 def processor_seconds(engine: object) -> float:
-    """Return the processor time that this process and the engine's workers have used, in seconds."""
+    """Return the processor time of this process and the engine's workers, in seconds."""
     workers = engine.processes if isinstance(engine, ProcessesEngine) else []
     ticks = 0
     for pid in workers:
@@ -194,7 +199,7 @@ def processor_seconds(engine: object) -> float:
 def measure(
     name: str, clients: int, engines: list[str], rounds: int, method: str
 ) -> list[dict[str, Any]]:
-    """One row for each engine; the first round of each warms up."""
+    """Return one row for each engine; the first round of each is a warm-up."""
     task = TASKS[name](clients)
     schedule = Schedule(rounds=rounds + 1, participation=1.0, evaluate_every=rounds + 9)
     usual = Schedule(rounds=300, participation=1.0)

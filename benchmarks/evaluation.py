@@ -1,10 +1,10 @@
-"""What evaluation costs of a run at the cadence that is chosen by default, and what one pass over
-all clients saves.
+"""Measure the cost of evaluation at the default cadence, and the gain of one pass over all
+clients.
 
-Three federations whose clients hold test data of their own: a small one with every client in each
-round, one with few of many clients, and one whose clients are convolutional nets. Each is run with
-plain averaging and with the dearest kind of personalisation, one more local training before use.
-The share is seconds of evaluation over seconds of the run, from the run's own timings.
+The three federations have clients with their own test data: a small one with every client in each
+round, one with few of many clients, and one of convolutional nets. Each runs with plain averaging
+and with the most expensive kind of personalisation, one more local training before use. The share
+is seconds of evaluation over seconds of the run, from the run's own timings.
 
     python benchmarks/evaluation.py [--cadences 2]
 """
@@ -39,14 +39,14 @@ from outcome import tell
 
 @dataclass
 class FineTuned(FedAvg):
-    """Every client trains the global model once more before it uses it."""
+    """Every client trains the global model once more before use."""
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         return cohort.fit(inbox["model"]).model
 
 
 def images(count: int, channels: int, size: int) -> Dataset:
-    """Random images and labels; a tenth as many for the global test set."""
+    """Return random images and labels; the global test set is a tenth of the size."""
     draw = torch.Generator().manual_seed(0)
     inputs = torch.randint(
         256, (count + count // 10, channels, size, size), generator=draw, dtype=torch.uint8
@@ -100,7 +100,7 @@ def federations() -> list[tuple[str, Task, float]]:
 
 
 def share(algorithm: Algorithm, task: Task, participation: float, cadences: int) -> dict[str, Any]:
-    """One run over `cadences` evaluations of the clients."""
+    """Make one run over `cadences` evaluations of the clients."""
     probe = Evaluation(task, RowsEngine(task), Schedule(1, participation), task.clients)
     schedule = Schedule(cadences * probe.personal_every, participation, checkpoint_every=10_000)
     run = Federation(algorithm, task, RowsEngine(task), schedule)
@@ -118,8 +118,10 @@ def share(algorithm: Algorithm, task: Task, participation: float, cadences: int)
 
 
 def pass_seconds(task: Task, repeats: int = 5) -> dict[str, float]:
-    """Milliseconds, median over turns: of the global model on all clients' own test data, in one
-    pass and client by client; and of a model of each client's own.
+    """Return median milliseconds over turns.
+
+    They are for the global model on all clients' test data, in one pass and client by client, and
+    for one personal model per client.
     """
     evaluator = Evaluator(task.model, task.layout, task.dataset)
     local_test = task.local_test

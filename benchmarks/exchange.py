@@ -1,12 +1,11 @@
-"""Processor seconds and memory of a round's exchange, with as little training as can be: one step a
-client.
+"""Processor seconds and memory of a round's exchange, with one training step per client.
 
     python benchmarks/exchange.py [--clients 10,1500] [--methods fedavg,fedmr,scaffold] [--rounds 5]
     PYTHONPATH=OTHER/src python benchmarks/exchange.py        # the same of another checkout, to compare
 
-Each line is measured in a process of its own: the least processor seconds of a round after the
-first, with every reply and with a tenth of the clients dropping out, and the peak of memory over
-imports and data.
+The second command measures another checkout for comparison. A separate process measures each line:
+the minimum processor seconds of a round after the first, with every reply and with a tenth of the
+clients dropping out, and the peak memory above imports and data.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""FedALA's Tables 2, 7 and 3 on MNIST and digits: the order of the personalised methods, their time
-and their traffic.
+"""Order, time and traffic of the personalised methods: FedALA's Tables 2, 7 and 3.
 
-Protocol (FedALA, section 5): training and test parts merged, 20 clients that all take part, each
-keeps 25 % of its samples for testing; CNN with learning rate 0.1, batch 10, one local epoch, last
-short batch dropped; best over rounds of the accuracy on the clients' own test data. MNIST is cut to
-`--samples` images so that every method and seed gets its rounds on a small machine; digits (8x8) is
-whole, with its own small CNN.
+The data sets are MNIST and digits. Protocol (FedALA, section 5): training and test parts are
+merged. 20 clients all take part, and each uses 25 % of its samples for testing. The CNN has
+learning rate 0.1, batch 10 and one local epoch; the last short batch is dropped. The result is the
+best accuracy over rounds on the clients' own test data. MNIST is cut to `--samples` images, so that
+every method and seed completes its rounds on a small machine. Digits (8x8) is complete and has its
+own small CNN.
 
     python benchmarks/fedala_tables.py --mnist FOLDER [--samples 10000] [--rounds 20] [--digits-rounds 60] [--seeds 3]
 """
@@ -39,7 +39,7 @@ METHODS = {
     "per_fedavg": "Per-FedAvg", "fedrep": "FedRep", "pfedme": "pFedMe", "ditto": "Ditto", "fedamp": "FedAMP",
     "fedphp": "FedPHP", "fedfomo": "FedFomo", "apple": "APPLE", "partialfed": "PartialFed", "fedala": "FedALA",
 }  # fmt: skip
-"""What the paper calls each of them."""
+"""The paper's name of each method."""
 
 PARTITIONS = {"pathological": "pathological(2)", "dirichlet 0.1": "dirichlet(0.1, minimum=20)"}
 
@@ -54,8 +54,10 @@ class Cell(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run: best accuracy on the clients' own test data, the round it was reached
-    in, seconds of training a round, numbers sent to and from one client in a round, in models.
+    """The outcome of a run.
+
+    It has the best accuracy on the clients' own test data, the round of this accuracy, seconds of
+    training per round, and the traffic of one client in a round, in models.
     """
 
     best: float
@@ -76,7 +78,7 @@ def printed_accuracy(partition: str, method: str) -> float | str:
 
 
 def digits_or_mnist(cell: Cell, folder: str, samples: int) -> Task:
-    """The task of a cell."""
+    """Return the task of a cell."""
     data = make_dataset(
         "digits" if cell.data == "digits" else f"mnist(folder='{folder}', normalise=half)"
     )
@@ -126,7 +128,7 @@ def measure(cell: Cell, folder: str, samples: int, rounds: dict[str, int], every
     }
     record = run.history[-1]
     sent = (record["bytes_down"] + record["bytes_up"]) / task.clients / 4 / task.layout.size
-    # The first rounds warm up, and in the second one FedALA learns its weights to convergence.
+    # The first rounds are a warm-up; in the second round FedALA learns its weights to convergence.
     seconds = statistics.median(
         timing["train_seconds"] for timing in run.timings[2:] or run.timings
     )

@@ -1,9 +1,9 @@
-"""FedMR's Table 1 (CIFAR-10) through 1,000 rounds, many runs side by side on a GPU or on cores, and
-what Dirichlet 0.1 hangs on.
+"""Make the runs of FedMR's Table 1 (CIFAR-10) through 1,000 rounds, many side by side.
 
-Each run is a `fedloom run` with its own directory below `--directory`: stopped after `--minutes`,
-or by hand, it goes on from its checkpoint the next time. At the end every run's figures are one
-line of `--record`. The groups, in the order in which they run:
+They run on a GPU or on cores. Further groups examine the result at Dirichlet 0.1. Each run is a
+`fedloom run` with its own directory below `--directory`. After a stop by `--minutes` or by hand, it
+continues from its checkpoint the next time. At the end, every run's figures are one line of
+`--record`. The groups, in the order in which they run:
 
     cnn        FedAvg and FedMR with the CNN, four distributions, two seeds, 1,000 rounds
     resnet     both with ResNet-20, Dirichlet 0.1 and IID, one seed
@@ -61,7 +61,7 @@ OTHERS = ("fedprox(mu=0.01)", "scaffold", "moon(mu=5.0, temperature=0.5)", "fedg
 
 
 def runs(groups: list[str]) -> Iterator[tuple[str, Options]]:
-    """Names and options of the runs of the groups."""
+    """Return names and options of the runs of the groups."""
     pairs = {"fedavg": "fedavg", "fedmr": MR}
     if "cnn" in groups:
         for seed, partition, (name, algorithm) in product((0, 1), DISTRIBUTIONS, pairs.items()):
@@ -93,7 +93,7 @@ def runs(groups: list[str]) -> Iterator[tuple[str, Options]]:
 
 
 def started(name: str, options: Options, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """Begin or continue a run in a process."""
+    """Start or continue a run in a process."""
     folder = arguments.directory / name
     settings = {
         **BASE,
@@ -130,7 +130,7 @@ def started(name: str, options: Options, arguments: argparse.Namespace) -> subpr
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
-    """Each run below the folder with its rounds and its accuracies, of those that were evaluated."""
+    """Yield each run below the folder with its rounds and its accuracies, if it was evaluated."""
     lines = []
     for path in sorted(folder.glob("*/**/metrics.jsonl")):
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -145,7 +145,7 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Make the runs, as many at a time as are asked for, then write and print their figures."""
+    """Make the runs, `jobs` at a time, then write and print their figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,16 +1,16 @@
-"""FedUmf's Table A2, MNIST rows at 15 % participation, and its three synthetic settings: rounds to
-the target accuracy.
+"""Rounds to the target accuracy: MNIST rows of FedUmf's Table A2 and three synthetic settings.
 
-Protocol (FedUmf, appendix): 100 clients, 784-200-200-10, batch 50, one local epoch, learning rate
-0.1 decayed by 0.998 a round, weight decay 1e-3, gradient clipping at 10; target 95 %. Synthetic:
-FedDC's generator, 20 clients with 200 samples of dimension 30, linear model from zero, batch 10, 10
-local epochs, weight decay 1e-5; tested on the union of the training data as in FedDC's code. The
-paper prints no numbers for the synthetic settings (only curves): the targets are ours.
+Protocol (FedUmf, appendix): 15 % participation, 100 clients, 784-200-200-10, batch 50, one local
+epoch. The learning rate is 0.1 and decays by 0.998 per round; weight decay is 1e-3, gradient
+clipping 10, and the target 95 %. Synthetic: FedDC's generator, 20 clients with 200 samples of
+dimension 30, linear model from zero, batch 10, 10 local epochs, weight decay 1e-5. The test set is
+the union of the training data, as in FedDC's code. The paper prints only curves for the synthetic
+settings, so their targets are ours.
 
-`idle counted` is a probe of how the paper may have got its FedUmf row, not a method of its own:
-FedDC in which every client trains in each round and the idle ones' drifts and updates enter the
-server's sums too, although they upload nothing. FedDC's code keeps those of all clients in one
-array and averages it, so a simulation built on it does this unless told otherwise.
+`idle counted` tests how the paper may have obtained its FedUmf row; it is not a separate method. It
+is FedDC with training of every client in each round. The server's sums include the drifts and
+updates of idle clients, although these clients upload nothing. FedDC's code stores them for all
+clients in one array and averages the array, so a simulation based on it does this by default.
 
     python benchmarks/fedumf_table_a2.py --mnist FOLDER [--seeds 3] [--rounds 120] [--part mnist|synthetic|all]
 """
@@ -48,7 +48,7 @@ METHODS = {
     "fedavg": "FedAvg", "fedprox(mu=0.0001)": "FedProx", "scaffold": "SCAFFOLD", "feddyn": "FedDyn", "feddc": "FedDC",
     "umf(feddc)": "FedUmf+FedDC", "idle counted": "FedUmf+FedDC",
 }  # fmt: skip
-"""What the paper calls each of them."""
+"""The paper's name of each method."""
 
 SETTINGS = {"IID": "iid", "unbalanced": "iid_lognormal:0.3", "non-IID": "dir_class_prior:0.6"}
 SYNTHETIC = {
@@ -60,7 +60,7 @@ FEDUMF = paper("fedumf")
 
 
 def printed_rounds(setting: str, method: str) -> int | None:
-    """Rounds to 95 % that the paper prints at participation 15 %; None for the synthetic settings."""
+    """Return the paper's rounds to 95 % at participation 15 %; None for the synthetic settings."""
     expected = {
         "dataset": "mnist",
         "participation": 0.15,
@@ -79,12 +79,14 @@ def printed_rounds(setting: str, method: str) -> int | None:
 
 @dataclass
 class IdleCounted(FedDC):
-    """FedDC with FedUmf's fused starts, and only the model's mean restricted to the selected."""
+    """FedDC with FedUmf's fused starts; only the model's mean is restricted to the selected
+    clients.
+    """
 
     share: float = 0.15
 
     def chosen(self, round: Round) -> tuple[int, ...]:
-        """The clients whose models count."""
+        """The clients with counted models."""
         return uniform(replace(round, participants=int(self.share * round.clients)))
 
     def receive(self, round: Round, replies: Replies) -> None:
@@ -118,7 +120,7 @@ class AllTrain(Part):
 
 
 def task_of(setting: Setting, folder: str, seed: int) -> Task:
-    """The task of one of the paper's settings; synthetic data are drawn anew for each seed."""
+    """Return the task of one of the paper's settings; each seed draws new synthetic data."""
     data = (
         f"mnist(folder='{folder}')"
         if setting.data == "mnist"
@@ -137,7 +139,10 @@ def task_of(setting: Setting, folder: str, seed: int) -> Task:
 def rounds_to(
     method: str, task: Task, target: float, rounds: int, seed: int
 ) -> tuple[int | None, float, float]:
-    """First round at or above the target (None: not within `rounds`), best accuracy, seconds."""
+    """Return the first round at or above the target, the best accuracy, and seconds.
+
+    The round is None if the run does not reach the target within `rounds`.
+    """
     began = time.perf_counter()
     algorithm = AllTrain(IdleCounted()) if method == "idle counted" else build(method)
     schedule = Schedule(rounds=rounds, participation=0.15, seed=seed, evaluate_every=1)
@@ -150,7 +155,7 @@ def rounds_to(
 
 
 def cells(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row a setting and method, as it is finished."""
+    """Print one row per setting and method after its runs."""
     settings: list[tuple[str, float, Setting]] = []
     if arguments.part in ("mnist", "all"):
         words = {"part": "appendix", "dataset": "mnist", "participation": 0.15}

@@ -1,10 +1,10 @@
-"""What a round over Flower costs with a worker at each site and without one, in one run, with
-Flower's own intervals.
+"""Measure a round over Flower with and without a worker at each site, with Flower's own
+intervals.
 
-A SuperLink and three SuperNodes as processes on this machine train the example of `fedloom flower
-init` (the digits, one message to a site and round), first without workers, then with. Seconds are
-those of a round, the first left out; processor seconds are those of all processes of a site,
-polling included, over the whole run, for each message to it.
+A SuperLink and three SuperNodes run as processes on this machine. They train the example of
+`fedloom flower init` (the digits, one message per site and round), first without workers, then with
+workers. Seconds are per round, without the first round. Processor seconds are per message to a
+site. They cover all processes of a site over the whole run, including polling.
 
     python benchmarks/flower_round.py [--rounds 5] [--method fedmr]
 """
@@ -28,7 +28,7 @@ SITES = 3
 
 
 def used(deployment: superlink_support.Deployment) -> float:
-    """Processor seconds of all processes of the sites, and of those that they have waited for."""
+    """Return processor seconds of all processes of the sites and their finished child processes."""
     ticks = 0
     for site in range(SITES):
         for pid in deployment.running(f"site-{site}"):
@@ -38,7 +38,7 @@ def used(deployment: superlink_support.Deployment) -> float:
 
 
 def measured(minutes: int, method: str, rounds: int) -> tuple[float, float]:
-    """Seconds a round (median), and the sites' processor seconds a message."""
+    """Return the median seconds per round, and the sites' processor seconds per message."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
 

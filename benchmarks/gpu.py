@@ -1,15 +1,18 @@
-"""What a GPU gives: rounds of stacked clients over the same rounds client by client, and the share
-of the card's peak.
+"""Compare rounds of stacked clients with rounds client by client on a GPU.
 
     python benchmarks/gpu.py [--device cuda] [--tasks mlp,resnet20] [--clients 10,100] [--rounds 5] [--autocast bfloat16]
 
-The engines run in turn in one process, round by round; the first round of each warms up.
-`over_rows` is the median over rounds of an engine over rows of the same round. `samples_per_s` are
-samples trained on. `share_of_peak`: the operations of products and convolutions, forward and
-backward, as torch's counter finds them in one step, per second, over what a product of two large
-matrices reaches on the same device in the same run and type. The last lines are rounds of FedMR on
-ResNet-20: 10 clients with 500 samples each, 5 epochs, batches of 50. With `--device cpu --clients 2
---samples 20 --matrix 256` it shows that it runs.
+The script also measures the share of the card's peak. The engines run in turn in one process, round
+by round; the first round of each is a warm-up.
+
+- `over_rows`: median over rounds of engine over rows, in the same round.
+- `samples_per_s`: training samples per second.
+- `share_of_peak`: operations of products and convolutions per second, forward and backward, over a
+  product of two large matrices on the same device, in the same run and type. Torch's counter gives
+  the operations of one step.
+
+The last lines are rounds of FedMR on ResNet-20: 10 clients with 500 samples each, 5 epochs, batches
+of 50. `--device cpu --clients 2 --samples 20 --matrix 256` is a short trial.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ REPEATS = 10
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the device has done the work."""
+    """Return the seconds until the device has finished the work."""
     began = time.perf_counter()
     work()
     if device.type == "cuda":
@@ -50,16 +53,14 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def peak(device: torch.device, size: int, autocast: str) -> float:
-    """Operations a second of the product of two square matrices, the best of several."""
+    """Return operations per second of the product of two square matrices, the best of several."""
     kind = torch.float32 if autocast == "none" else torch.bfloat16
     matrix, factor = (torch.ones(size, size, device=device, dtype=kind) for _ in range(2))
     return 2 * size**3 / min(seconds_of(lambda: matrix @ factor, device) for _ in range(REPEATS))
 
 
 def operations_a_sample(task: Task) -> float:
-    """Operations of a step's products and convolutions, forward and backward, for each of its
-    samples.
-    """
+    """Return operations per sample of a step's products and convolutions, forward and backward."""
     module = copy.deepcopy(task.model).train()
     count = min(len(task.train), task.training.batch_size or len(task.train))
     samples = task.train[:count]
@@ -71,7 +72,7 @@ def operations_a_sample(task: Task) -> float:
 def measure(
     name: str, method: str, task: Task, rounds: int, peak_rate: float
 ) -> list[dict[str, Any]]:
-    """One line for each engine. Everybody takes part in every round, and nobody is evaluated."""
+    """Print one line for each engine. All clients take part in every round, without evaluation."""
     schedule = Schedule(rounds=rounds + 9, participation=1.0, evaluate_every=rounds + 9)
     runs = {
         engine: Federation(build(method), task, make_engine(engine, task), schedule)

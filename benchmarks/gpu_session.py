@@ -1,9 +1,9 @@
-"""All that needs a GPU, one after another within 40 minutes, and one table of it: the tests, stacks
-over rows, mixed precision.
+"""Run all tests and benchmarks that need a GPU within 40 minutes, and print one table.
 
-Each line is a program of its own with a share of the time; what is over its time, or fails, is a
-line of the table too, and the exit code is then 1. With `--small` everything is tiny and on the
-CPU, which shows that the session itself runs.
+They are the tests, stacks over rows, and mixed precision, one after another. Each line is a
+separate program with a share of the time. A program that fails or exceeds its time also has a line
+in the table; the exit code is then 1. With `--small` all programs are tiny and use the CPU, as a
+trial of the session.
 
     python benchmarks/gpu_session.py [--minutes 40] [--small]
 """
@@ -30,7 +30,7 @@ STEPS: dict[str, tuple[float, list[str]]] = {
     "1,000 clients": (0.25, [*GPU, "--tasks", "mlp,cnn,resnet20", "--clients", "1000", "--rounds", "2", "--samples", "50"]),
     "bfloat16": (0.25, [*GPU, "--tasks", "cnn,resnet20", "--clients", "10,100", "--autocast", "bfloat16", "--rounds", "3"]),
 }  # fmt: skip
-"""What is run, each with its share of the time."""
+"""Commands, each with its share of the time."""
 
 SMALL = [
     "--device",
@@ -50,7 +50,7 @@ COLUMNS = ("step", "what", "engine", "round_s", "over_rows", "share_of_peak", "n
 
 
 def lines_of(name: str, command: list[str], seconds: float) -> list[dict[str, Any]]:
-    """The table's lines of one step."""
+    """Return the table's lines of one step."""
     began = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)

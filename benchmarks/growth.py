@@ -1,12 +1,11 @@
-"""How the server's work grows: with the participants K, the model's length P, and the rounds and
-runs of a report.
+"""Measure the growth of the server's work with participants K, model length P, and reports.
 
-Each line is timed at three sizes, the least of some turns; the exponent is that between the two
-largest (20, 200 and 2,000 replies of 10,000 weights, or up to 500 where pairs are compared; 10,000
-to 1,000,000 weights of 20 replies). A method's time is that of `send`, `receive`, `finish`, `model`
-and `diagnose` in a round in which all clients take part. What grows by more than `SLACK` over what
-it must is named, and the exit code is 1: leaving the caches costs up to half an exponent, the next
-whole one is a fault.
+Each line is timed at three sizes, with the minimum of some turns. The exponent is between the two
+largest sizes: 20, 200 and 2,000 replies of 10,000 weights, or up to 500 if pairs are compared;
+10,000 to 1,000,000 weights of 20 replies; rounds and runs of a report. A method's time is for
+`send`, `receive`, `finish`, `model` and `diagnose` in a round with all clients. A line with an
+exponent more than `SLACK` above its necessary growth is named, and the exit code is 1. Data larger
+than the caches cost up to half an exponent; a whole exponent is a fault.
 
     python benchmarks/growth.py [--only "fedavg;similarity"] [--turns 2]
 """
@@ -61,7 +60,9 @@ MUST = {
     ),
     "robust(fedavg, rule=krum)": (2, PAIRS),
 }
-"""What must grow faster than linearly with the participants, and why."""
+"""Exponents of methods that must grow faster than linearly with the participants, with the
+reason.
+"""
 
 METHODS = (
     *EVERY_METHOD,
@@ -73,7 +74,7 @@ RECORDERS = ("similarity(every=1)", "aggregate(every=1)", "objective(every=1)")
 
 
 def least(work: Callable[[], object], turns: int) -> float:
-    """Seconds of the quickest of some turns; one is enough where it takes long."""
+    """Return seconds of the fastest of some turns; one turn is enough if it takes long."""
     quickest = math.inf
     for _ in range(turns):
         began = time.perf_counter()
@@ -85,7 +86,7 @@ def least(work: Callable[[], object], turns: int) -> float:
 
 
 def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
-    """The server half of a second round."""
+    """Run the server half of a second round."""
     hidden = max(1, (weights - 10) // (60 + 11))
     module = nn.Sequential(nn.Linear(59, hidden), nn.ReLU(), nn.Linear(hidden, 10))
     layout = Layout(module)
@@ -140,7 +141,7 @@ def first(replies: Replies, count: int) -> Replies:
 
 
 def recorded_round(name: str, clients: int) -> float:
-    """Seconds that a recorder takes in a round."""
+    """Return seconds of a recorder in a round."""
     draw, total = torch.Generator().manual_seed(0), 10 * clients
     train = Samples(
         torch.randn(total, 200, generator=draw), torch.randint(10, (total,), generator=draw)
@@ -164,7 +165,7 @@ def recorded_round(name: str, clients: int) -> float:
 
 
 def report(runs: int, rounds: int) -> tuple[float, float]:
-    """Seconds to write a report, and its megabytes."""
+    """Return seconds to write a report, and its megabytes."""
     summaries = [made_up_run(f"method{k % 10}", k // 10, rounds, 20, 10) for k in range(runs)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.html"
@@ -180,7 +181,7 @@ def line(
     must: float = 1,
     reason: str = "",
 ) -> dict[str, Any]:
-    """Return a line of the table: a quantity at each size, and how it grows."""
+    """Return a line of the table: a quantity at each size, and its growth."""
     exponent = math.log(figures[-1] / figures[-2]) / math.log(sizes[-1] / sizes[-2])
     measured = dict(zip(("least", "middle", "most"), figures, strict=True))
     verdict = "steeper than it must be" if exponent > must + SLACK else reason

@@ -1,7 +1,7 @@
-"""What FedUmf saves by training only those idle clients that the next round selects, for the same
-numbers bit for bit.
+"""Measure FedUmf's savings when only the necessary idle clients train.
 
-100 clients of which 10% take part: every round could train 90 idle ones and needs about 9.
+These are the idle clients that the next round selects; the results are equal bit for bit. With 10 %
+of 100 clients in a round, every round could train 90 idle clients and needs about 9.
 
     python benchmarks/idle_clients.py [--rounds 20] [--clients 100] [--participation 0.1] [--model mlp]
 """
@@ -34,7 +34,7 @@ class Counting(RowsEngine):
 
 
 def measure(expression: str, task: Task, schedule: Schedule) -> tuple[dict[str, Any], torch.Tensor]:
-    """One row of the table, and the final model."""
+    """Return one row of the table, and the final model."""
     engine = Counting(task)
     run = Federation(build(expression), task, engine, schedule)
     began = time.perf_counter()

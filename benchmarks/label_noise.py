@@ -1,11 +1,10 @@
-"""What wrong labels do to averaging and to recombination: methods on digits and MNIST, a share of
-the training labels replaced.
+"""Compare averaging and recombination with wrong training labels, on digits and MNIST.
 
-Twenty clients, ten a round, 400 rounds of 5 local epochs, batch 50, learning rate 0.1, five seeds;
-the test set is clean. Of MNIST's training images the first 6,000 are taken, 300 a client, and all
-of its test images. A run is one line of the record, appended when it ends: started again, the
-script goes on with the runs that are missing. The most telling come first, and the tables show
-those that are there.
+A share of the training labels is replaced; the test set is clean. Twenty clients, ten per round,
+400 rounds of 5 local epochs, batch 50, learning rate 0.1, five seeds. MNIST is cut to its first
+6,000 training images, 300 per client, with all test images. A finished run adds one line to the
+record. A restarted script continues with the missing runs. The most informative runs are first, and
+the tables show all finished runs.
 
     python benchmarks/label_noise.py [--mnist FOLDER] [--record FILE]     # 2 hours of one core
     python benchmarks/label_noise.py --tables                              # only print
@@ -36,7 +35,7 @@ ROUNDS, SEEDS = 400, 5
 PARTITIONS = ("dirichlet(1.0)", "dirichlet(0.1)", "iid")
 TOLD = ("fedavg", "fedmr", "stages(fedavg:50, fedmr)")
 OTHERS = ("fedprox", "fedasam", "fedmut")
-CHOSEN = "fedmr(blend='auto')"  # on MNIST alone, where plain FedMR's pool comes apart
+CHOSEN = "fedmr(blend='auto')"  # only on MNIST, where the models of plain FedMR's pool diverge
 LARGE, SMALL = "mlp(hidden=[128, 128])", "mlp(hidden=[32])"
 TRAINING = {"learning_rate": 0.1, "epochs": 5, "batch_size": 50}
 
@@ -53,7 +52,7 @@ class Cell(NamedTuple):
 
 
 def plan() -> Iterator[Cell]:
-    """All runs, the most telling first."""
+    """Return all runs, the most informative first."""
     for data, model, noises, methods in (
         ("digits", LARGE, (0.4, 0.0), TOLD), ("digits", LARGE, (0.4,), OTHERS), ("mnist", LARGE, (0.4,), TOLD[:2]),
         ("digits", LARGE, (0.0,), OTHERS), ("digits", LARGE, (0.2, 0.6), (*TOLD, *OTHERS)),
@@ -65,7 +64,9 @@ def plan() -> Iterator[Cell]:
 
 
 def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
-    """Run one cell; accuracy on the test set after every fifth round, on right and wrong training
+    """Run one cell.
+
+    The accuracy on the test set is measured after every fifth round, on right and wrong training
     labels every 20th.
     """
     task = fl.make_task(
@@ -103,16 +104,18 @@ def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
 
 
 def recorded(path: Path) -> dict[Cell, dict[str, Any]]:
-    """The runs that have ended."""
+    """Return the finished runs."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {Cell(*(run[name] for name in Cell._fields)): run for run in map(json.loads, lines)}
 
 
 def summary(runs: list[dict[str, Any]], averaged: list[dict[str, Any]]) -> dict[str, str]:
-    """A method's runs: best and last accuracy, the mean of the last ten evaluations and by how much
-    that is above the runs of FedAvg with the same seeds, the largest fall between two evaluations
-    in the second half, and which shares of the training samples with wrong labels the last model
-    classifies as given and as is true. Mean ± sample deviation over seeds, in %.
+    """Return the figures of a method's runs.
+
+    They are the best and last accuracy, and the mean of the last ten evaluations with its lead over
+    FedAvg on the same seeds. Then follow the largest decrease between two evaluations in the second
+    half, and two shares of the training samples with wrong labels: the last model predicts the
+    given label, or the true one. Mean ± sample deviation over seeds, in %.
     """
 
     def percent(values: Iterable[float | None]) -> str:
@@ -144,8 +147,10 @@ def summary(runs: list[dict[str, Any]], averaged: list[dict[str, Any]]) -> dict[
 
 
 def tables(done: dict[Cell, dict[str, Any]]) -> None:
-    """Print how many runs are missing; all methods side by side, by the mean of their last ten
-    evaluations; and, for each data set, model and share of noise, a table of all figures.
+    """Print the number of missing runs and the tables.
+
+    The first table compares all methods by the mean of their last ten evaluations. For each data
+    set, model and share of noise follows a table of all figures.
     """
     cells = list(plan())
     print(f"{sum(cell in done for cell in cells)} of {len(cells)} runs\n")

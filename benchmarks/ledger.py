@@ -1,8 +1,9 @@
-"""The state of reproduction of the papers' tables and figures, from records of `fedloom paper reproduce`.
+"""The state of reproduction of the papers' tables and figures.
 
-A record, a JSON file, holds the cells of one table or figure as one command measured them,
-departures from the protocol, the versions and the machine. `reasons.toml` beside the records says,
-by name or pattern, why a table or figure was not reproduced.
+It is computed from records of `fedloom paper reproduce`. A record is a JSON file with the cells of
+one table or figure as one command measured them. It also holds departures from the protocol, the
+versions and the machine. `reasons.toml` beside the records gives, by name or pattern, the reason
+for a table or figure without reproduction.
 """
 
 import itertools
@@ -42,18 +43,19 @@ class LedgerEntry:
 
     @property
     def results(self) -> list[CellResult]:
-        """The cells of all records."""
+        """Return the cells of all records."""
         return [line for record in self.records for line in record.results]
 
     @property
     def judged(self) -> list[CellResult]:
-        """The cells with a printed number that followed the whole protocol."""
+        """Return the cells with a printed number that followed the whole protocol."""
         return [line for line in self.results if line.cell.printed is not None and _complete(line)]
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """Pairs in the paper's order and all pairs: methods of a record's column that are printed
-        with different numbers.
+        """Return the number of pairs in the paper's order and of all pairs.
+
+        A pair is two methods of a record's column with different printed numbers.
         """
         in_order = []
         for a, b in (
@@ -71,7 +73,7 @@ class LedgerEntry:
 
     @property
     def state(self) -> str:
-        """One of `STATES`."""
+        """Return one of `STATES`."""
         if not self.results:
             return "not run"
         if all(line.cell.printed is None for line in self.results):
@@ -101,7 +103,9 @@ def ledger(folder: Path) -> list[LedgerEntry]:
 
 
 def to_markdown(entries: Sequence[LedgerEntry]) -> str:
-    """Return the ledger as Markdown: a table for each version of a paper, and below it each record."""
+    """Return the ledger as Markdown: a table for each version of a paper, and below it each
+    record.
+    """
     blocks = []
     for version, title in titles().items():
         entries_here = [entry for entry in entries if entry.exhibit.id.startswith(f"{version}.")]
@@ -158,8 +162,9 @@ def _details(record: ExhibitRecord) -> str:
 
 
 def _complete(line: CellResult) -> bool:
-    """Return True if the whole protocol was followed, as far as it can change the value: rounds
-    after a target that every run reached cannot.
+    """Return True if the whole protocol was followed, as far as it can change the value.
+
+    Rounds after a target that every run reached cannot change it.
     """
     measure = line.cell.measure
     reached = (
@@ -171,8 +176,9 @@ def _complete(line: CellResult) -> bool:
 
 
 def _within(line: CellResult) -> bool:
-    """Return True if the value is at most two standard deviations from the print, or equal where no
-    deviation is known.
+    """Return True if the value is at most two standard deviations from the printed one.
+
+    Without a known deviation, the two must be equal.
     """
     by = deviations(line.result, line.cell.printed)
     return (
@@ -183,5 +189,7 @@ def _within(line: CellResult) -> bool:
 
 
 def _value(figure: Measured | Printed | None) -> float:
-    """Return the figure; infinity for a target that was never reached: it is later than any round."""
+    """Return the figure; infinity for a target that was never reached, since it is later than
+    any round.
+    """
     return math.inf if figure is None or figure.mean is None else figure.mean

@@ -1,8 +1,8 @@
-"""How near a round comes to its limit, in one run on one machine.
+"""Compare the cost of a round with its lower limit, in one run on one machine.
 
 Training: seconds of a FedAvg round against the same SGD steps on one bare module with one torch
-optimizer. The bare module gets each client's start model and the same batches, gathered beforehand;
-only its steps are timed, and the two are timed in turn, client by client of the same round. Server:
+optimizer. The bare module gets each client's start model and the same batches, gathered in advance.
+Only its steps are timed. The two are timed in turn, client by client of the same round. Server:
 recombination and averaging of models against copying the same bytes.
 
     python benchmarks/limit.py [--rounds 7] [--models 100] [--threads 1,2]
@@ -64,7 +64,7 @@ def cnn() -> nn.Module:
 def random_task(
     model: nn.Module, shape: tuple[int, ...], samples: int, batch_size: int, momentum: float
 ) -> Task:
-    """Ten clients with `samples` random samples each."""
+    """Return ten clients with `samples` random samples each."""
     draw = torch.Generator().manual_seed(0)
     total = CLIENTS * samples
     train = Samples(
@@ -79,7 +79,9 @@ def random_task(
 
 
 def bare_seconds(module: nn.Module, task: Task, start: torch.Tensor) -> float:
-    """Seconds of one round's SGD steps on one bare module; loading the start model is not counted."""
+    """Return seconds of one round's SGD steps on one bare module, without loading the start
+    model.
+    """
     settings = task.training
     optimizer = torch.optim.SGD(
         module.parameters(), lr=settings.learning_rate, momentum=settings.momentum
@@ -104,7 +106,7 @@ def bare_seconds(module: nn.Module, task: Task, start: torch.Tensor) -> float:
 
 
 def training(name: str, task: Task, threads: int, rounds: int) -> dict[str, str | int | float]:
-    """Medians over rounds, the two in turn."""
+    """Return medians over rounds, with both in turn."""
     torch.set_num_threads(threads)
     federation = Federation(
         FedAvg(),
@@ -119,7 +121,7 @@ def training(name: str, task: Task, threads: int, rounds: int) -> dict[str, str 
         began = time.perf_counter()
         federation.step()
         pairs.append((bare, time.perf_counter() - began))
-    pairs = pairs[1:]  # the first warms up
+    pairs = pairs[1:]  # a warm-up
     return {
         "what": name,
         "threads": threads,
@@ -131,8 +133,9 @@ def training(name: str, task: Task, threads: int, rounds: int) -> dict[str, str 
 
 
 def server(models: int, threads: int, repeats: int) -> list[dict[str, str | int | float]]:
-    """Recombination in place and averaging of models of 15 M parameters in 32 tensors against
-    copying the same bytes.
+    """Measure recombination in place and averaging against copying the same bytes.
+
+    The models have 15 M parameters in 32 tensors.
     """
     torch.set_num_threads(threads)
     width = 15_200_000 // 16

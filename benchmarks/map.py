@@ -1,14 +1,14 @@
-"""Where recombination wins: FedMR and its relatives beside averaging, over tasks, skews, wrong
-labels and local training.
+"""Compare FedMR and related methods with averaging, over tasks, skews, wrong labels and
+training.
 
-Twenty clients. On digits and on 6,000 images of MNIST every skew meets every share of wrong labels;
-around each, participation, local epochs, learning rate and momentum are changed one at a time.
-FedMR's runs note the quantities of the pool that a server can see (mean cosine similarity; variance
-S of the models and U of their updates over the common progress T), so that the tables say how well
-each foretells, early in a run, who will be ahead at its end: a limit chosen on some settings is
-tested on others.
+Twenty clients. On digits and on 6,000 images of MNIST, every skew is combined with every share of
+wrong labels. Around each combination, participation, local epochs, learning rate and momentum are
+changed one at a time. FedMR's runs record the quantities of the pool that a server can measure: the
+mean cosine similarity, and the variance S of the models and U of their updates over the common
+progress T. The tables show how well each predicts, early in a run, the better method at its end. A
+limit chosen on some settings is tested on others.
 
-    python benchmarks/map.py [--mnist FOLDER] [--minutes 60] [--record FILE]    # goes on where it ended; about five core-hours
+    python benchmarks/map.py [--mnist FOLDER] [--minutes 60] [--record FILE]    # continues where it ended; about five core-hours
     python benchmarks/map.py --tables                                           # only print
     python benchmarks/map.py --draw FILE.svg                                    # draw the map (extra `images`)
 """
@@ -51,7 +51,7 @@ METHODS = (
 SKEWS = ("iid", "dirichlet(1.0)", "dirichlet(0.1)")
 NOISES = (0.0, 0.2, 0.4)
 EARLY = 2
-"""The evaluation, from 0, whose figures of the pool count as early: the third of twenty."""
+"""The evaluation with the early figures of the pool, from 0: the third of twenty."""
 
 
 class Setting(NamedTuple):
@@ -71,14 +71,14 @@ class Setting(NamedTuple):
 
     @property
     def method_of(self) -> dict[str, fl.Algorithm | str]:
-        """The methods by name; two stages average for a sixth of the rounds."""
+        """Return the methods by name; two stages average for a sixth of the rounds."""
         stages = f"stages(fedavg:{self.rounds // 6}, fedmr)"
         return {**{name: name for name in METHODS}, "fedmr": WatchedFedMR(), "stages": stages}
 
 
 @dataclass
 class WatchedFedMR(fl.FedMR):
-    """FedMR that notes the variance of its pool, of what a round adds to it, and the pool's common
+    """FedMR with records of the variance of its pool, of its updates, and the pool's common
     progress.
     """
 
@@ -96,7 +96,7 @@ class WatchedFedMR(fl.FedMR):
 
 
 def groups() -> list[list[Setting]]:
-    """All settings, the cheapest and most telling group first."""
+    """Return all settings, the cheapest and most informative group first."""
     digits = [
         Setting("digits", "mlp(hidden=[64, 64])", skew, noise, 200)
         for skew, noise in product(SKEWS, NOISES)
@@ -122,13 +122,14 @@ def groups() -> list[list[Setting]]:
 
 
 def settings() -> list[Setting]:
-    """All settings in the order of their groups."""
+    """Return all settings in the order of their groups."""
     return [setting for group in groups() for setting in group]
 
 
 def measure(setting: Setting, method: str, seed: int, data: Dataset) -> dict[str, Any]:
-    """Make one run: the accuracies of its twenty evaluations and the early figures of the pool. A
-    run that diverges guesses.
+    """Make one run: the accuracies of its twenty evaluations and the early figures of the pool.
+
+    A run that diverges guesses.
     """
     task = noisy_task(data, setting, 50, seed)
     began = time.process_time()
@@ -164,7 +165,7 @@ Runs = dict[Key, dict[str, Any]]
 
 
 def recorded(path: Path) -> Runs:
-    """Return the runs that have ended."""
+    """Return the finished runs."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {
         (Setting(*run["setting"]), run["method"], run["seed"]): run
@@ -178,8 +179,8 @@ def late(run: dict[str, Any]) -> float:
 
 
 def ahead(done: Runs, setting: Setting, method: str) -> list[float]:
-    """Return by how many points `method` ends above averaging, seed by seed, for the seeds that
-    both have.
+    """Return the lead of `method` over averaging at the end, in points, for each seed that both
+    have.
     """
     return [
         late(done[setting, method, seed]) - late(done[setting, AVERAGING, seed])
@@ -189,7 +190,7 @@ def ahead(done: Runs, setting: Setting, method: str) -> list[float]:
 
 
 def signals(run: dict[str, Any]) -> dict[str, float]:
-    """Return what a server sees early in FedMR's run, each so that larger speaks for recombination."""
+    """Return the server's early signals in FedMR's run; larger values favour recombination."""
     cosine, progress, spread, added = (run[name][EARLY] for name in ("pool_cosine", "T", "S", "U"))
     return {
         "pool's cosine": cosine,
@@ -200,8 +201,10 @@ def signals(run: dict[str, Any]) -> dict[str, float]:
 
 
 def area(values: Sequence[float], wins: Sequence[bool]) -> float:
-    """Return the chance that a setting that is won has the larger value than one that is lost (the
-    area under the curve).
+    """Return the probability that a setting that is won has the larger value than one that is
+    lost.
+
+    This is the area under the curve.
     """
     won = [value for value, win in zip(values, wins, strict=True) if win]
     lost = [value for value, win in zip(values, wins, strict=True) if not win]
@@ -210,7 +213,7 @@ def area(values: Sequence[float], wins: Sequence[bool]) -> float:
 
 
 def limit(values: Sequence[float], wins: Sequence[bool]) -> float:
-    """Return the limit from which on winning is foretold that is right most often."""
+    """Return the limit with the most right predictions of winning at or above it."""
     return max(
         [*sorted(values), math.inf],
         key=lambda bound: sum(
@@ -220,9 +223,10 @@ def limit(values: Sequence[float], wins: Sequence[bool]) -> float:
 
 
 def foretelling(done: Runs, margin: float = 0.5) -> list[dict[str, str]]:
-    """Return, by signal and method, the area under the curve and the share of settings told
-    rightly: a limit chosen on digits with an MLP is tested on all else. FedMR wins where it is more
-    than `margin` points ahead, and loses where as many behind.
+    """Return, by signal and method, the area under the curve and the share of right predictions.
+
+    A limit chosen on digits with an MLP is tested on all other settings. FedMR wins if it is more
+    than `margin` points ahead, and loses if it is more than `margin` points behind.
     """
     rows = []
     for name in ("pool's cosine", "T / S", "T / U", "T^2 / (S U)"):
@@ -264,7 +268,7 @@ def foretelling(done: Runs, margin: float = 0.5) -> list[dict[str, str]]:
 
 
 def tables(done: Runs) -> None:
-    """Print the map, a row a setting, and how well each signal foretells."""
+    """Print the map, one row per setting, and the quality of each signal's prediction."""
     rows = []
     for setting in settings():
         base = [
@@ -307,8 +311,9 @@ def tables(done: Runs) -> None:
 
 
 def draw(done: Runs, path: Path) -> None:
-    """Draw FedMR's lead over FedAvg, setting by setting, over the pool's early T / S; leads below
-    -25 points at the edge.
+    """Draw FedMR's lead over FedAvg, setting by setting, over the pool's early T / S.
+
+    Leads below -25 points are at the edge.
     """
     import plotly.graph_objects as go
 
@@ -363,14 +368,16 @@ def draw(done: Runs, path: Path) -> None:
 
 
 def work() -> Iterator[Key]:
-    """Yield the runs: group by group, all settings of a group with one seed before the next seed."""
+    """Yield the runs: group by group, all settings of a group with one seed before the next
+    seed.
+    """
     for group in groups():
         for seed, setting, method in product(range(SEEDS), group, METHODS):
             yield setting, method, seed
 
 
 def main() -> None:
-    """Make the runs that are missing, then print."""
+    """Make the missing runs, then print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,16 +1,16 @@
-"""Learning rates and starts for the tables of McMahan et al. 2017: rounds to 97 % (2NN) and 99 %
-(CNN) on MNIST.
+"""Learning rates and starts for the tables of McMahan et al. 2017 on MNIST.
 
-The paper takes the best learning rate of a multiplicative grid for each cell. Here it is found on
-the grid 10^(k/3) by going up and down from a first guess until both neighbours of the best are
-worse; a run that is later than the best so far ends there. The other seeds run at the rate that the
-first one chose. The ablation does this for other pixels and other starts.
+The figures are rounds to 97 % (2NN) and 99 % (CNN). The paper takes the best learning rate of a
+multiplicative grid for each cell. The script searches the grid 10^(k/3). It goes up and down from a
+first guess until both neighbours of the best rate are worse. A run ends when it is later than the
+best so far. The other seeds run at the rate of the first one. The ablation repeats this for other
+pixels and other starts.
 
-    python benchmarks/mcmahan.py --mnist FOLDER [--runs FOLDER] [--only WORDS] [--minutes 60]    # goes on where it ended
+    python benchmarks/mcmahan.py --mnist FOLDER [--runs FOLDER] [--only WORDS] [--minutes 60]    # continues where it ended
     python benchmarks/mcmahan.py --tables                                                       # only print
 
-A run is one line of the record, appended when it ends; unfinished ones go on from their checkpoint
-in `--runs`.
+A finished run adds one line to the record; unfinished runs continue from their checkpoint in
+`--runs`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ RECORD = Path(__file__).parent / "records" / "mcmahan.jsonl"
 
 
 class Cell(NamedTuple):
-    """A cell of a table with its start: `batch` 0 is all of a client's samples, `participation` 0
-    one client a round.
+    """A cell of a table with its start.
+
+    With `batch` 0 a batch has all samples of a client; with `participation` 0 one client trains per
+    round.
     """
 
     model: str
@@ -65,7 +67,7 @@ class Cell(NamedTuple):
 
     @property
     def target(self) -> float:
-        """The test accuracy whose round is looked for."""
+        """Return the test accuracy that ends a run."""
         return 0.97 if self.model == "2nn" else 0.99
 
     @property
@@ -80,10 +82,10 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A cell with the grid position to begin at, the most rounds of a run and what the paper
-    prints.
+    """A cell with its first grid position, the largest number of rounds of a run, and the
+    paper's value.
 
-    With seed 0 the positions in `uncut` run until they reach the target too, however late.
+    With seed 0 the positions in `uncut` run until they reach the target, without this limit.
     """
 
     cell: Cell
@@ -95,7 +97,7 @@ class Plan:
 
 
 def plans() -> Iterator[Plan]:
-    """The work, cheapest and most telling first."""
+    """Return the work, cheapest and most informative first."""
     base = Cell("2nn", 1, "iid", 0.1, 10)
     skewed = base._replace(partition="shards(2)")
     yield Plan(base, -2, 150, 87, uncut=(-4, -3))
@@ -135,13 +137,14 @@ def plans() -> Iterator[Plan]:
 
 
 def rate(position: int) -> float:
-    """The learning rate at a position of the grid."""
+    """Return the learning rate at a position of the grid."""
     return float(f"{10 ** (position / 3):.3g}")
 
 
 def crossing(accuracies: Sequence[float], target: float) -> float | None:
-    """Rounds to the target: the best accuracy so far, interpolated linearly between rounds; None if
-    it is not reached.
+    """Return rounds to the target, or None if it is not reached.
+
+    The best accuracy so far is interpolated linearly between rounds.
     """
     highest = 0.0
     for index, accuracy in enumerate(accuracies):
@@ -152,9 +155,10 @@ def crossing(accuracies: Sequence[float], target: float) -> float | None:
 
 
 def started(module: nn.Module, start: str, seed: int) -> nn.Module:
-    """The model with another start than PyTorch's: uniform by fan-in and fan-out with zero biases
-    (`glorot`), or normal with deviation 0.1 cut at two deviations, with biases of 0.1
-    (`truncated`), as TensorFlow's first tutorials have it.
+    """Return the model with another start than PyTorch's.
+
+    `glorot` is uniform by fan-in and fan-out with zero biases. `truncated` is normal with deviation
+    0.1 cut at two deviations, with biases of 0.1, as in TensorFlow's first tutorials.
     """
     generator = stream(seed, "start")
     for name, parameter in module.named_parameters() if start != "torch" else ():
@@ -170,8 +174,9 @@ def started(module: nn.Module, start: str, seed: int) -> nn.Module:
 def measure(
     cell: Cell, position: int, seed: int, cap: int, mnist: str, runs: Path, until: float
 ) -> dict[str, Any] | None:
-    """One run until the target or `cap` rounds, as a line of the record; None where the time was
-    over before.
+    """Make one run until the target or `cap` rounds; return it as a line of the record.
+
+    Return None if the time ends before.
     """
     dataset = make_dataset(f"mnist(folder={mnist!r}, normalise={cell.pixels!r})")
     module = started(build_model(f"mcmahan_{cell.model}", dataset.spec, seed), cell.start, seed)
@@ -222,7 +227,7 @@ Done = dict[tuple[Cell, int, int], dict[str, Any]]
 
 
 def recorded() -> Done:
-    """The runs that have ended; of a run that was made twice the longer counts."""
+    """Return the finished runs; if a run was made twice, the longer one counts."""
     lines = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.exists() else []
     done: Done = {}
     for line in map(json.loads, lines):
@@ -233,7 +238,7 @@ def recorded() -> Done:
 
 
 def best(done: Done, cell: Cell) -> tuple[int, float] | None:
-    """The position of the grid that reaches the target first with seed 0, and after how many
+    """Return the grid position that reaches the target first with seed 0, and the number of
     rounds.
     """
     crossings = [
@@ -246,7 +251,9 @@ def best(done: Done, cell: Cell) -> tuple[int, float] | None:
 
 
 def required(done: Done, plan: Plan) -> tuple[int, int, int] | None:
-    """The next run of a cell: position, seed and the most rounds; None when the cell is done."""
+    """Return the next run of a cell: position, seed and the most rounds; None when the cell is
+    done.
+    """
     tried = {position for of, position, seed in done if of == plan.cell and seed == 0}
     if not tried:
         return plan.guess, 0, plan.cap
@@ -271,8 +278,9 @@ def required(done: Done, plan: Plan) -> tuple[int, int, int] | None:
 
 
 def table(done: Done) -> None:
-    """A row for each cell: the rates that were tried, the chosen one, and the rounds of each seed
-    beside the printed ones.
+    """Print a row for each cell.
+
+    It has the tried rates, the chosen one, and the rounds of each seed beside the printed ones.
     """
     rows = []
     for plan in {plan.cell: plan for plan in plans()}.values():
@@ -316,8 +324,8 @@ def table(done: Done) -> None:
 
 
 def tuned(done: Done) -> dict[str, tuple[Cell, int]]:
-    """Return the cells of the paper's table whose search is over, by column, with the position of
-    the grid that it chose.
+    """Return the cells of the paper's table with a finished search, by column, with their grid
+    positions.
     """
     columns = {}
     for cell in {plan.cell: plan for plan in plans()}:
@@ -334,7 +342,7 @@ def tuned(done: Done) -> dict[str, tuple[Cell, int]]:
 
 
 def record(done: Done) -> ExhibitRecord:
-    """Return what the runs at the tuned rates measured as a record of the table."""
+    """Return the results at the tuned rates as a record of the table."""
     exhibit_name = "mcmahan.table-1-2nn"
     cells = {cell.column: cell for cell in exhibit(exhibit_name).cells}
     results = []
@@ -361,7 +369,7 @@ def record(done: Done) -> ExhibitRecord:
 
 
 def main() -> None:
-    """Run what is missing, then print."""
+    """Make the missing runs, then print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,6 @@
-"""The mean of models beside one copy of them, plain and weighted, with one thread and with two:
-shares of the copy's seconds.
+"""Compare the mean of models with one copy of them, as shares of the copy's seconds.
+
+The mean is plain and weighted, with one thread and with two.
 
 python benchmarks/means.py [--repeats 15]
 """
@@ -27,7 +28,7 @@ POOLS = (
 
 
 def seconds(work: Callable[[], Any], repeats: int) -> float:
-    """The least of some measurements, after one that does not count."""
+    """Return the minimum of some measurements, after one that does not count."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -37,7 +38,7 @@ def seconds(work: Callable[[], Any], repeats: int) -> float:
 
 
 def measure(models: int, size: int, threads: int, repeats: int) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     torch.set_num_threads(threads)
     rows, weights = torch.randn(models, size), torch.rand(models)
     copy = torch.empty_like(rows)

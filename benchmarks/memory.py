@@ -1,12 +1,12 @@
-"""The most memory that is held, over what must be held: the models of a round, the data, one
-model's activations.
+"""Compare peak memory with the necessary memory.
 
-Rounds: ten clients a round in each engine, each measured in a process of its own; what worker
-processes hold beyond their imports and beyond shared memory is added. A method that keeps a pool of
-models holds two at the end of a round, the one that was sent and the one that came back, since a
-round that fails leaves everything as it was: `must_mb` counts both. Server: work on models of
-VGG-16's size, over their own bytes. `over_mb` is the peak above what the process held when its
-imports were done, without the pages of program files that came in since.
+Necessary are the models of a round, the data and one model's activations. Rounds: ten clients per
+round in each engine, each measured in a separate process. The memory of worker processes beyond
+their imports and shared memory is added. A method with a pool of models holds two pools at the end
+of a round, the sent one and the received one, because a failed round must leave everything
+unchanged; `must_mb` counts both. Server: work on models of VGG-16's size, over their own bytes.
+`over_mb` is the peak above the memory after the imports, without the pages of program files that
+were loaded later.
 
     python benchmarks/memory.py [--tasks cnn,vgg16] [--engines rows,stacked] [--rounds 2] [--models 20]
 """
@@ -49,15 +49,17 @@ LARGE: dict[str, Callable[[int], Task]] = {
         "fedmr_vgg16", (3, 32, 32), clients, 20, batch_size=10, momentum=0.9
     )
 }
-"""Models beside which nothing else counts: 33.6 M weights, 10 of them 1.3 GB."""
+"""Models that exceed all other memory: 33.6 M weights; ten models have 1.3 GB."""
 
 POOLS = {"fedavg": 1, "fedmr": 2}
-"""How often a method holds a model of every client at the end of a round."""
+"""Number of pools of all clients' models that a method holds at the end of a round."""
 
 
 def status(name: str, pid: int | str = "self") -> float:
-    """A figure of a process's memory in MB: `VmHWM`, the most it held; `VmRSS`, what it holds, and
-    `RssFile` and `RssShmem`, which of that are pages of files and shared memory.
+    """Return a figure of a process's memory in MB.
+
+    `VmHWM` is the peak and `VmRSS` the present memory. `RssFile` and `RssShmem` are its pages of
+    files and shared memory.
     """
     match = re.search(
         rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
@@ -66,8 +68,9 @@ def status(name: str, pid: int | str = "self") -> float:
 
 
 def peak(pid: int | str = "self") -> float:
-    """The most that a process held in MB, without pages of program files and (but in this process)
-    shared memory.
+    """Return the peak memory of a process in MB, without pages of program files.
+
+    Shared memory is excluded too, except for this process.
     """
     return (
         status("VmHWM", pid)
@@ -77,12 +80,12 @@ def peak(pid: int | str = "self") -> float:
 
 
 def imports() -> float:
-    """Return the MB that this process, and about as well every worker, holds after its imports."""
+    """Return the MB of this process after its imports; every worker holds about the same."""
     return status("VmRSS") - status("RssFile")
 
 
 def must_hold(task: Task, pools: int) -> float:
-    """MB of the models, the samples, and what a step's forward pass keeps for its backward pass."""
+    """Return MB of the models, the samples, and a step's activations for its backward pass."""
     rows = task.layout.size * task.initial.element_size()
     activations = bytes_of_training(task, RowsEngine(task).flat_module) - ROWS_HELD * rows
     return (
@@ -91,7 +94,7 @@ def must_hold(task: Task, pools: int) -> float:
 
 
 def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str, Any]:
-    """Peak of some rounds over what must be held, in this process."""
+    """Measure the peak of some rounds over the necessary memory, in this process."""
     imported = imports()
     task = (TASKS | LARGE)[name](CLIENTS)
     must = must_hold(task, POOLS[method])
@@ -110,7 +113,7 @@ def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str
 
 
 def of_server(job_name: str, models: int) -> dict[str, Any]:
-    """Peak of server work over the models' own bytes, in this process."""
+    """Measure the peak of server work over the models' own bytes, in this process."""
     imported = imports()
     pool = torch.empty(models, VGG).uniform_(generator=torch.Generator().manual_seed(0))
     sixteenth = VGG // 16
@@ -129,7 +132,7 @@ def of_server(job_name: str, models: int) -> dict[str, Any]:
 
 
 def separate_process(*arguments: str) -> dict[str, Any]:
-    """One line, measured in a process of its own."""
+    """Return one line, measured in a separate process."""
     done = subprocess.run(
         [sys.executable, __file__, "--alone", *arguments],
         check=True,

@@ -1,10 +1,10 @@
-"""Each objective on data that needs no download: FedAvg among ten clients against the same model
-trained in one place.
+"""Compare FedAvg with central training for each objective, on data without download.
 
     python benchmarks/objectives.py
 
-In one place means plain PyTorch with as many epochs over all samples as clients make over theirs,
-and scikit-learn's own solution where there is one. It prints the table of `docs/data.md`.
+FedAvg has ten clients. Central training is plain PyTorch on the same model, with the same number of
+epochs over all samples. The script also fits scikit-learn's own solution, if there is one. It
+prints the table of `docs/data.md`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS, EPOCHS, CLIENTS, TOKENS = 40, 4, 10, 16
 
 
 def halves(inputs: Tensor, targets: Tensor, **about: object) -> fl.Dataset:
-    """Four fifths of the samples for training, the others for tests."""
+    """Use four fifths of the samples for training, the others for tests."""
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
     behind = 4 * len(order) // 5
     splits = [
@@ -49,7 +49,9 @@ def multilabel() -> fl.Dataset:
 
 
 def sequence() -> fl.Dataset:
-    """Return scikit-learn's descriptions of four of its data sets as characters to be predicted."""
+    """Return scikit-learn's descriptions of four of its data sets for the prediction of
+    characters.
+    """
     loads = (load_digits, load_diabetes, load_wine, load_breast_cancer)
     text = "".join(load().DESCR for load in loads)
     alphabet = sorted(set(text))
@@ -66,7 +68,7 @@ def sequence() -> fl.Dataset:
 
 
 def segmentation() -> fl.Dataset:
-    """Return noisy digits, whose labels are the pixels that belong to the digit."""
+    """Return noisy digits; their labels are the pixels that belong to the digit."""
     images = torch.from_numpy(load_digits().images).float() / 16
     noise = 0.3 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))
     shown = (images + noise).unsqueeze(1)
@@ -85,7 +87,7 @@ def pixels() -> nn.Module:
 
 
 def in_one_place(task: fl.Task) -> float:
-    """The metric of the task's initial model after plain SGD on all clients' samples."""
+    """Return the metric of the task's initial model after plain SGD on all clients' samples."""
     module, settings = copy.deepcopy(task.model).train(), task.training
     optimizer = torch.optim.SGD(module.parameters(), settings.learning_rate)
     samples = task.train[torch.from_numpy(task.partition.indices)]
@@ -103,7 +105,7 @@ def in_one_place(task: fl.Task) -> float:
 
 
 def by_scikit_learn(task: fl.Task) -> float:
-    """scikit-learn's linear model on the same samples; not a number where it has none."""
+    """Return the metric of scikit-learn's linear model on the same samples; NaN if it has none."""
     (x, y), (inputs, truth) = (
         (task.dataset.prepare(split.inputs).flatten(1).numpy(), split.labels.numpy())
         for split in (task.train[torch.from_numpy(task.partition.indices)], task.test)

@@ -1,6 +1,4 @@
-"""How benchmarks tell their outcome, a table for people and one JSON line, and keep the runs that
-have ended.
-"""
+"""Print the outcome of benchmarks as a table and one JSON line, and record finished runs."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ def append(record: Path, run: Mapping[str, Any]) -> None:
 
 
 def tell(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print `rows` (the same keys in each) as a table, then everything with versions and machine as
-    one JSON line.
+    """Print `rows` (the same keys in each) as a table, then everything with versions and machine
+    as one JSON line.
     """
     table = Table(title=title)
     for name in rows[0]:

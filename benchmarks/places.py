@@ -1,12 +1,15 @@
-"""What a round costs in each place where clients can train, over the rows engine in this process,
-and where the time goes.
+"""Compare a round in each place of training with the rows engine in this process.
 
-Seconds of a FedAvg round of ten clients with the CNN on CIFAR shapes (500 samples each, batch 50,
-momentum 0.9, one epoch); the places run in turn, round by round, on one thread a worker, and what
-is printed are medians. `over_rows` is the median of the ratios to the rows engine in the same turn;
-`best` the least seconds of any round. `sends` is the time in which this process makes messages
-ready and hands them over, `waits` that in which it waits for those that train, `takes` that in
-which it reads answers, and `rest` everything else in the round (collecting replies, averaging).
+The figures are seconds of a FedAvg round of ten clients with the CNN on CIFAR shapes (500 samples
+each, batch 50, momentum 0.9, one epoch). The places run in turn, round by round, on one thread per
+worker. The printed figures are medians.
+
+- `over_rows`: median of the ratios to the rows engine in the same turn.
+- `best`: minimum seconds of any round.
+- `sends`: time in which this process prepares and sends messages.
+- `waits`: time in which this process waits for training.
+- `takes`: time in which this process reads answers.
+- `rest`: all other time of the round (collecting replies, averaging).
 
     python benchmarks/places.py [--rounds 7] [--workers 2] [--samples 500]
 """
@@ -34,7 +37,7 @@ from outcome import tell
 
 @dataclass
 class Clock:
-    """Seconds of this process by what it did."""
+    """Seconds of this process by activity."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -60,8 +63,8 @@ class Clock:
 
 @dataclass
 class Place:
-    """Somewhere to run a round: `step` runs one, `close` gives back what it holds, `clock` tells
-    where its time went.
+    """A place for a round: `step` runs one, `close` releases its resources, `clock` records the
+    time.
     """
 
     step: Callable[[], Any]
@@ -109,8 +112,7 @@ def ray_place(task: Task, workers: int, rounds: int) -> Place:
     return place
 
 
-# A place where a round takes some time whatever it does (sites with Flower) joins as one more
-# entry.
+# Add one more entry for a place with a fixed minimum time per round, such as sites with Flower.
 PLACES: dict[str, Callable[[Task, int, int], Place]] = {
     "rows": rows_place,
     "processes": processes_place,
@@ -119,7 +121,7 @@ PLACES: dict[str, Callable[[Task, int, int], Place]] = {
 
 
 def measure(task: Task, workers: int, rounds: int) -> list[dict[str, Any]]:
-    """A row for each place; the first two rounds warm up."""
+    """Print a row for each place; the first two rounds are a warm-up."""
     places = {name: make(task, workers, rounds + 2) for name, make in PLACES.items()}
     try:
         for _ in range(rounds + 2):

@@ -1,13 +1,15 @@
-"""Rounds of FedMR with its pool in memory and in files of the run: memory, seconds, and what is
-written.
+"""Compare rounds of FedMR with its pool in memory and in files of the run.
 
-Both run the same few rounds, each in a process of its own, with one local step on one batch and 20
-test samples, so that what the server does shows. `held_mb` is the most memory of the process's own
-beyond what it held when the engine was made, without pages of files, which the system takes back
-when it needs them. `round_s` and `server_s` are medians over the rounds after the first
-(`server_s`: recombination; what a checkpoint costs is in `whole_s`, the mean over the rounds of all
-that passed). `written_gb` is what the process wrote to the disk, `files_gb` what the run's
-directory holds at most, `model` a digest of the last global model.
+Both run the same few rounds, each in a separate process, with one local step on one batch and 20
+test samples. The server's work then dominates.
+
+- `held_mb`: peak memory of the process above its memory after the engine was made, without pages of
+  files. The system reclaims those pages when it needs them.
+- `round_s`, `server_s`: medians over the rounds after the first. `server_s` is recombination.
+- `whole_s`: mean time over the rounds, including checkpoints.
+- `written_gb`: bytes that the process wrote to the disk.
+- `files_gb`: largest size of the run's directory.
+- `model`: digest of the last global model.
 
     python benchmarks/pool.py [--model vgg16] [--clients 100] [--rounds 3] [--budget 4GiB] [--directory .] [--only files]
 """
@@ -43,11 +45,11 @@ MODELS = {
     "resnet18": ("resnet18", (3, 32, 32)),
     "vgg16": ("fedmr_vgg16", (3, 32, 32)),
 }
-SAMPLES = 2  # of each client, all in one batch
+SAMPLES = 2  # per client, all in one batch
 
 
 class Watch(threading.Thread):
-    """Notes the most memory of this process's own, and the most bytes in a folder."""
+    """Records the peak memory of this process, and the largest size of a folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
@@ -70,7 +72,7 @@ class Watch(threading.Thread):
 def measure(
     model: str, clients: int, rounds: int, budget: str | None, directory: str
 ) -> dict[str, Any]:
-    """One line, in this process."""
+    """Return one line, from this process."""
     torch.set_num_threads(1)
     name, shape = MODELS[model]
     task = random_task(name, shape, clients, SAMPLES, batch_size=SAMPLES)

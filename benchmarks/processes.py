@@ -1,12 +1,11 @@
-"""What worker processes gain over one process, and what giving them the longest clients first
-gains.
+"""Measure the gain of worker processes, and of starting the longest clients first.
 
-Seconds of a FedAvg round of ten clients over the same SGD steps on one bare module on two threads
-(bare steps and engines in turn, round by round; what is printed are medians). Clients have equally
-many samples, or sizes drawn log-normally (sigma 0.8) of the same sum. "arrival order" gives clients
-to the workers in the order of the selection. Bare steps on one thread are among the rows: on cores
-that others keep busy, two threads that wait for each other take many times as long, and no ratio to
-them means anything.
+The figures are seconds of a FedAvg round of ten clients over the same SGD steps on one bare module
+on two threads. Bare steps and engines run in turn, round by round; the printed figures are medians.
+Clients have equally large data, or log-normal sizes (sigma 0.8) with the same sum. "arrival order"
+assigns clients to the workers in the order of the selection. Bare steps on one thread are also
+among the rows. On cores with other work, two threads that wait for each other take many times
+longer, and ratios to them have no meaning.
 
     python benchmarks/processes.py [--rounds 7] [--workers 2] [--eager-allocator]
 """
@@ -48,7 +47,7 @@ class ArrivalOrder(ProcessesEngine):
 
 
 def unequal(task: Task, seed: int = 1) -> Task:
-    """The same samples, shared out log-normally."""
+    """Return the same samples with log-normal sizes of clients."""
     total = len(task.train)
     draws = np.random.default_rng(seed).lognormal(0.0, 0.8, CLIENTS)
     bounds = np.round(np.cumsum(draws) / draws.sum() * total).astype(np.int64)
@@ -67,7 +66,7 @@ def seconds(federation: Federation, threads: int) -> float:
 def measure(
     name: str, sizes: str, task: Task, rounds: int, workers: int
 ) -> list[dict[str, str | int | float]]:
-    """Every engine on one task, with the bare steps, in turn."""
+    """Run every engine on one task, with the bare steps, in turn."""
     schedule = Schedule(rounds=rounds + 1, participation=1.0, evaluate_every=rounds + 9, seed=3)
     engines: dict[str, tuple[Engine, int]] = {
         "rows, 1 thread": (RowsEngine(task), 1),
@@ -98,7 +97,7 @@ def measure(
         {
             "what": f"{name}, {sizes} sizes",
             "engine": label,
-            "bare_s": statistics.median(bare for bare, _ in pairs[1:]),  # the first round warms up
+            "bare_s": statistics.median(bare for bare, _ in pairs[1:]),  # a warm-up
             "ours_s": statistics.median(ours for _, ours in pairs[1:]),
             "ratio": statistics.median(ours / bare for bare, ours in pairs[1:]),
             "best_ratio": min(ours for _, ours in pairs[1:]) / min(bare for bare, _ in pairs[1:]),

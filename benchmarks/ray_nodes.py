@@ -1,11 +1,12 @@
-"""A round of 200 clients on Ray clusters of 1, 2 and 4 nodes that run on this machine, beside one
-process; and one node of three killed in the middle of a round.
+"""Compare a round of 200 clients on Ray clusters of 1, 2 and 4 local nodes with one process.
+
+A further run kills one node of three in the middle of a round.
 
     python benchmarks/ray_nodes.py [--clients 200] [--rounds 3]
 
-FedAvg, the MLP 784-200-200-10, ten samples a client in one step. `rows_received` are the models
-that come back to the process that directs the run, `same` whether the last model has the bits of
-one process.
+FedAvg, the MLP 784-200-200-10, ten samples per client in one step. `rows_received` is the number of
+models that the driver receives. `same` is True if the last model has the same bits as with one
+process.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def noise(clients: int) -> Task:
 
 
 class Counting(RayEngine):
-    """Counts the models that come back, and kills the node `victim`, where there is one, after the
-    first of round 2.
+    """Counts received models and kills a node.
+
+    The node `victim`, if given, is killed after the first model of round 2.
     """
 
     received = 0
@@ -74,7 +76,7 @@ def run(task: Task, engine: LocalEngine, rounds: int) -> Federation:
 def on_nodes(
     task: Task, nodes: int, rounds: int, expected: Federation, kill: bool = False
 ) -> dict[str, Any]:
-    """The same run on a cluster of so many nodes beside its head, one actor on each."""
+    """Make the same run on a cluster of `nodes` nodes beside its head, with one actor on each."""
     from ray.cluster_utils import Cluster
 
     cluster: Any = Cluster(

@@ -1,10 +1,10 @@
-"""Write records for the page on faithfulness from runs that `fedloom run` made, finished or not.
+"""Write records for the page on faithfulness from runs of `fedloom run`, finished or not.
 
     python benchmarks/record_runs.py fedmr.table-1 benchmarks/records/fedmr_table_1/runs --command "fedloom run ..."
 
-Every run below the folder is taken for the cell of the table or figure that it differs least from,
-in its settings. Runs that differ in other settings are other experiments: each has a record of its
-own. `fedloom paper reproduce` writes its record itself.
+Every run below the folder is assigned to the cell of the table or figure with the least different
+settings. Runs that differ in other settings are other experiments: each has a separate record.
+`fedloom paper reproduce` writes its own record.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from fedloom.state.files import slug, write_text
 RECORDS = Path(__file__).parent / "records" / "papers"
 
 APART = {*PLACES, "name", "directory", "targets", "command", "seed", "record", "rounds", "device"}
-"""Settings that make no other experiment, and the number of rounds, which is looked at by itself.
+"""Settings without effect on the experiment, and the number of rounds, which is compared
+separately.
 """
 
 DECIDING = ("algorithm", "model", "data.name", "data.partition", "participation", "data.clients")
-"""Settings in which a run must not differ from its cell."""
+"""Settings in which a run must equal its cell."""
 
 
 def summary(folder: Path) -> RunSummary:
-    """Return the summary of a run's files, also of those of earlier versions."""
+    """Return the summary of a run's files, also from earlier versions."""
 
     def lines(name: str) -> list[dict[str, Any]]:
         return [
@@ -61,7 +62,9 @@ def summary(folder: Path) -> RunSummary:
 
 
 def settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key; expressions in one spelling, data sets without their folders."""
+    """Return settings by dotted key; expressions in one spelling, data sets without their
+    folders.
+    """
     options = dotted(resolved)
     data = parse(options["data.name"])
     named = {key: value for key, value in data.named.items() if key != "folder"}
@@ -73,7 +76,7 @@ def settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(cell: PaperCell, run: RunSummary) -> dict[str, Any]:
-    """The settings of the run that are not those of the cell."""
+    """Return the settings of the run that differ from the cell's."""
     cell_configuration = configuration(
         {**cell.setting.table(run.configuration["rounds"]), "algorithm": cell.algorithm}
     )
@@ -91,7 +94,7 @@ def differences(cell: PaperCell, run: RunSummary) -> dict[str, Any]:
 def records(
     paper_exhibit: Exhibit, runs: list[RunSummary], command: str
 ) -> Iterator[tuple[str, ExhibitRecord]]:
-    """A record of the runs for each set of settings that they change, with a name."""
+    """Return one named record for each set of changed settings."""
     groups: dict[str, dict[int, list[RunSummary]]] = {}
     changes: dict[str, tuple[str, ...]] = {}
     for run in runs:
@@ -110,8 +113,8 @@ def records(
         for k, begun in runs_by_cell.items():
             cell = paper_exhibit.cells[k]
             rounds, seeds = max(len(run.records) for run in begun), len(cell.setting.seeds)
-            # A mean over runs of different lengths is a figure of no round: seeds that have come
-            # less far wait.
+            # A mean over runs of different lengths belongs to no round: seeds with fewer rounds
+            # wait.
             finished = [run for run in begun if len(run.records) == rounds]
             left_out = (
                 [f"{rounds} of {cell.setting.rounds:,} rounds"]

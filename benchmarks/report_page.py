@@ -1,5 +1,6 @@
-"""How long a report takes to write, and a headless Chromium to load and draw it: 20 runs of 1,000
-rounds.
+"""Measure the time to write a report, and to load and draw it in a headless Chromium.
+
+The report has 20 runs of 1,000 rounds.
 
 python benchmarks/report_page.py [--loads 5]    (needs Debian's chromium on the path)
 """

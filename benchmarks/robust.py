@@ -1,10 +1,9 @@
-"""Robust aggregation on poisoned digits: test accuracy by rule, attack and share of malicious
-clients.
+"""Robust aggregation on poisoned digits: test accuracy by rule, attack and malicious share.
 
-A malicious client sends, instead of its model w_i trained from w: w - 4 (w_i - w) (sign flip), w +
-standard normal noise (noise), or what it trained on labels y replaced by 9 - y (label flip). All 20
-clients take part in each round; which of them are malicious is drawn by the seed. The rules are
-told the true share. Each figure is the mean over seeds.
+Instead of its model w_i trained from w, a malicious client sends w - 4 (w_i - w) (sign flip), w +
+standard normal noise (noise), or a model trained on labels 9 - y instead of y (label flip). All 20
+clients take part in each round; the seed draws the malicious ones. The rules get the true share.
+Each figure is the mean over seeds.
 
     python benchmarks/robust.py [--rounds 30] [--seeds 3] [--partition "dirichlet(1.0)"]
 """
@@ -46,7 +45,7 @@ RULES = {
 
 
 class Poisoned(RowsEngine):
-    """A simulation in which the `malicious` clients make an `attack` on what they send."""
+    """A simulation with an `attack` of the `malicious` clients on their uploads."""
 
     def __init__(self, task: Task, malicious: Sequence[int], attack: str) -> None:
         super().__init__(task)
@@ -74,7 +73,7 @@ class Poisoned(RowsEngine):
 
 
 def flipped(task: Task, malicious: Sequence[int]) -> Task:
-    """The task in which these clients' labels y are 9 - y."""
+    """Return the task with labels 9 - y instead of y for these clients."""
     labels = task.train.labels.clone()
     for client in malicious:
         index = torch.from_numpy(task.partition[client])

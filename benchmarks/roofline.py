@@ -1,14 +1,18 @@
-"""The share of the machine's peak that a round of FedAvg reaches: multiply-adds beside a large
-product, bytes beside a copy.
+"""Measure the share of the machine's peak in a round of FedAvg.
+
+Multiply-adds are compared with a large product, bytes with a copy.
 
     python benchmarks/roofline.py [--engines rows,stacked] [--tasks mlp,cnn] [--clients 10] [--rounds 8] [--threads 1]
 
-`gflop_s` counts two operations a multiply-add, those of matrix products and convolutions. `gb_s`
-counts the weights: each step reads them forward and backward, and reads and writes them to update
-them; with momentum, the velocity too. Both are of the fastest round's training. `product_gflop_s`
-is a product of two matrices of 2048 x 2048; `copy_gb_s` is a copy of as many weights as train
-together, which lie in the caches if those do. Both are measured between the rounds, and the best
-counts.
+- `gflop_s`: matrix products and convolutions, with two operations per multiply-add.
+- `gb_s`: bytes of the weights. Each step reads them forward and backward, and reads and writes them
+  in the update; with momentum, also the velocity.
+- `product_gflop_s`: a product of two matrices of 2048 x 2048.
+- `copy_gb_s`: a copy with the size of all weights that train together. It is in the caches if these
+  weights are.
+
+The first two are from the fastest round's training. The last two are the best measurements between
+the rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def measure(engine_name: str, task_name: str, clients: int, rounds: int) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     task = TASKS[task_name](clients)
     engine = make_engine(engine_name, task)
     assert isinstance(engine, RowsEngine)

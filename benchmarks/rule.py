@@ -1,11 +1,12 @@
-"""The rule's choice of an engine beside all engines, on twelve workloads and one or two threads.
+"""Compare the rule's choice of an engine with all engines, on twelve workloads.
 
     python benchmarks/rule.py [--threads 1,2] [--workloads mlp,logistic] [--rounds 5]
 
-All engines take every round in turn, after one that warms up; seconds are medians of the rounds: of
-the processor with one thread, which other work on the machine hardly moves, else of the clock.
-`over` is the choice's median over that of the fastest engine. The rule is as good as a trial where
-no row has more than 1.1. Where clients cannot train together, stacks are no engine.
+The workloads run with one and with two threads. All engines take every round in turn, after a
+warm-up. Seconds are medians of the rounds: processor time with one thread, since other work on the
+machine hardly affects it, and wall-clock time otherwise. `over` is the choice's median over the
+fastest engine's. The rule is as good as a trial if no row has more than 1.1. Stacks are excluded if
+clients cannot train together.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from outcome import tell
 
 COLUMNS = ("rows_s", "stacked_s", "processes_s", "stacked_processes_s")
 ROUNDS = 300
-"""Rounds of the run that the rule chooses for."""
+"""Number of rounds for the rule."""
 
 
 class Lstm(nn.Module):
@@ -60,7 +61,7 @@ class Encoder(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A frozen layer with a trained difference of rank 4, as LoRA has it."""
+    """A frozen layer with a trained difference of rank 4, as in LoRA."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""What clients cost: a round's time and the memory, from a thousand registered clients to a
-million, of which `--participants` take part in a round.
+"""Measure time and memory of a round with a thousand to a million registered clients.
 
-Logistic regression (`--model mlp`: 784-200-200-10, 199,210 weights; `--model resnet18`: 11.2
-million, on 8 x 8 pixels) on random data, 10 samples a client in ranges of the indices, which share
-their samples when there would be more than a million. Each number runs in a process of its own, so
-that its peak of memory is its own. `data_mb` is what samples and partition need by themselves;
-`peak_mb` is the most the process held above what it held before the task was made. A method that
-has clients remember as much as a model, SCAFFOLD, runs beside FedAvg.
+`--participants` of them take part in a round. The models are logistic regression, `--model mlp`
+(784-200-200-10, 199,210 weights) and `--model resnet18` (11.2 million, on 8 x 8 pixels). The data
+are random, with 10 samples per client in ranges of the indices; clients share samples beyond a
+million in total. Each number of clients runs in a separate process, so that its peak memory is
+separate. `data_mb` is the memory of samples and partition. `peak_mb` is the peak of the process
+above its memory before the task was made. SCAFFOLD, with a memory of one model per client, runs
+beside FedAvg.
 
     python benchmarks/scale.py [--rounds 20] [--clients 1000,10000,100000,1000000]
     python benchmarks/scale.py --model mlp --clients 1000000 --participants 100,1000,10000 --rounds 2
@@ -36,8 +36,8 @@ from fedloom.task.making import make_task
 from outcome import tell
 
 SAMPLES, POOL = 10, 1 << 25
-"""Samples of a client, and numbers in the inputs of all samples together: beyond it clients share
-them (128 MiB).
+"""Samples of a client, and maximum number of input values in all samples (128 MiB). Above it,
+clients share samples.
 """
 
 MODELS = {"logistic": ((20,), 2), "mlp": ((784,), 10), "resnet18": ((3, 8, 8), 10)}
@@ -45,14 +45,14 @@ MODELS = {"logistic": ((20,), 2), "mlp": ((784,), 10), "resnet18": ((3, 8, 8), 1
 
 
 def peak() -> float:
-    """The most memory that this process has held so far, in MB."""
+    """Return the peak memory of this process so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
 def measure(
     method: str, model: str, engine: str, clients: int, participants: int, rounds: int
 ) -> dict[str, str | int | float]:
-    """One method with so many clients, in this process."""
+    """Run one method with `clients` clients, in this process."""
     shape, classes = MODELS[model]
     features = math.prod(shape)
     torch.set_num_threads(1)

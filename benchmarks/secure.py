@@ -1,11 +1,11 @@
-"""What secure recombination hides, and what it costs, in one run on one machine.
+"""Measure privacy and cost of secure recombination, in one run on one machine.
 
-Attack: a server that knows which model it sent to whom names the client that trained each uploaded
-layer. It takes the dispatched layer nearest to it (in all pairs at once, as an assignment, and one
-by one), or it supposes that nothing moved. Success is the share of layers named right over all
-rounds but the first, in which all models start equal; chance is 1 / K. Mixing: the share of layers
-that end where they began, which no attack is needed for. Time: the library's whole exchange between
-peers in one process, and FedMR's rounds in a simulation with the exchange and without.
+Attack: a server knows which model each client received, and guesses the trainer of each uploaded
+layer. It takes the nearest dispatched layer (over all pairs at once, as an assignment, and one by
+one), or it assumes no exchange. Success is the share of right guesses over all rounds except the
+first, in which all models start equal; chance is 1 / K. Mixing: the share of layers that end at
+their owner, which needs no attack. Time: the library's whole exchange between peers in one process,
+and FedMR's rounds in a simulation with and without the exchange.
 
     python benchmarks/secure.py [--rounds 6] [--clients 10] [--repeats 2,4,8]
 """
@@ -53,7 +53,7 @@ Guess = dict[str, list[float]]
 
 
 class Watched(FedMR):
-    """FedMR as the server sees it: what it dispatched and what it was sent, by slot."""
+    """FedMR as the server sees it: dispatched and received models, by slot."""
 
     def send(self, round: Round) -> Message:
         message = super().send(round)
@@ -68,8 +68,9 @@ class Watched(FedMR):
 def named_right(
     dispatched: Tensor, uploaded: Tensor, units: list[Unit], trained_by: list[list[int]]
 ) -> dict[str, float]:
-    """Share of uploaded layers whose trainer each guess names; `trained_by[u][k]` is the truth
-    about layer u of upload k.
+    """Return the share of uploaded layers with a right guess of the trainer, for each guess.
+
+    `trained_by[u][k]` is the truth about layer u of upload k.
     """
     correct = {"nearest": 0, "assigned": 0, "stayed": 0}
     count = len(dispatched)
@@ -93,7 +94,7 @@ def named_right(
 def attack(
     task: Task, clients: int, rounds: int, when: str | None, repeats: int
 ) -> dict[str, object]:
-    """The attacks' success over `rounds` rounds after the first."""
+    """Return the attacks' success over `rounds` rounds after the first."""
     watched = Watched()
     method = Secure(watched, repeats=repeats, when=when) if when else watched  # type: ignore[arg-type]
     run = Federation(
@@ -125,8 +126,8 @@ def attack(
 
 
 def mixing(peers: int, units: int, rules: Rules, exchanges: int = 300) -> dict[str, object]:
-    """The share of layers that an exchange leaves with their owners, and its traffic in models per
-    peer (Equation 27).
+    """Return the share of layers that an exchange leaves with their owners, and its traffic in
+    models per peer (Equation 27).
     """
     shared = stream_draw(stream(0, "mixing"))
 
@@ -146,7 +147,7 @@ def mixing(peers: int, units: int, rules: Rules, exchanges: int = 300) -> dict[s
 
 
 class CountingTransport(InMemoryTransport):
-    """Counts the bytes that peers hand in."""
+    """Counts the bytes of the peers' messages."""
 
     carried = 0
 
@@ -159,7 +160,7 @@ class CountingTransport(InMemoryTransport):
 def exchange_seconds(
     name: str, layout: Layout, row: Tensor, when: str, count: int
 ) -> dict[str, object]:
-    """The whole exchange of the library, all peers' work one after another in this process."""
+    """Run the whole exchange of the library, with the work of all peers in turn in this process."""
     units = layout.units("layer")
     rules = Rules()
     identities = {k: Ed25519PrivateKey.generate() for k in range(count)}
@@ -186,7 +187,9 @@ def exchange_seconds(
 
 
 def simulated(task: Task, rounds: int) -> list[dict[str, object]]:
-    """Seconds of a round in the simulator: FedMR alone and with the exchange, measured in turn."""
+    """Return seconds of a round in the simulator: plain FedMR and FedMR with the exchange, in
+    turn.
+    """
     expressions = ("fedmr", "secure(fedmr)", "secure(fedmr, repeats=8)")
     runs = {
         e: Federation(

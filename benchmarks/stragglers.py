@@ -2,8 +2,8 @@
 
 Twenty clients, of which ten train at a time; the slowest take up to ten times as long as the
 fastest (`stragglers(1000, 10)` samples per second, 1 MB/s down, 250 kB/s up). Each line is the mean
-and standard deviation over the seeds that reached the target. Every method may send as many models:
-asynchronous ones, which receive k at a time, have 10 / k times the rounds.
+and standard deviation over the seeds that reached the target. Every method may send equally many
+models: asynchronous ones, which receive k at a time, have 10 / k times the rounds.
 
     python benchmarks/stragglers.py [--data digits] [--samples N] [--rounds 60] [--seeds 5] [--target 0.8]
 """

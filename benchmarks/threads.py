@@ -1,12 +1,12 @@
-"""Seconds of a run with the threads that the rule gives it, and with others, in turn; each over the
-best of its turn.
+"""Compare a run with the rule's number of threads and with other numbers, in turn.
 
     python benchmarks/threads.py [--tasks digits,logistic,mlp,cnn] [--beside 1] [--turns 3]
 
-`rule` is a run as the command line starts it. `one` and `all` name the threads; `spinning` is `all`
-with threads that spin while they wait, as PyTorch has them by default. `--beside` keeps so many
-processes busy meanwhile. Every run is a process of its own, of which local training is timed. One
-that takes more than `--patience` seconds is ended and counts as that.
+The figures are seconds over the best of the same turn. `rule` is a run as the command line starts
+it. `one` and `all` set the threads; `spinning` is `all` with threads that spin while they wait,
+PyTorch's default. `--beside N` runs N busy processes meanwhile. Every run is a separate process,
+and only local training is timed. A run of more than `--patience` seconds is ended and counts with
+this time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SETTINGS = {
 
 
 def seconds(task: str, engine: str, setting: str, patience: float) -> float:
-    """Seconds of local training in one run."""
+    """Return seconds of local training in one run."""
     option, variables = SETTINGS[setting]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.toml").write_text(JOB.format(engine=engine, **TASKS[task]))

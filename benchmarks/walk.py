@@ -1,7 +1,7 @@
-"""Count what one round of FedMR on `rows` walks through: functions, modules and calls of fedloom.
+"""Count the functions, modules and calls of fedloom in one round of FedMR on `rows`.
 
-The third of three rounds on the digits with `mlp`, 20 clients of which two take part, scored at its
-end.
+It is the third of three rounds on the digits with `mlp`, with two of 20 clients and an evaluation
+at its end.
 
     python benchmarks/walk.py [--calls]
 """
@@ -20,7 +20,7 @@ PACKAGE = str(Path(fl.__file__).parent)
 
 
 def walk() -> Counter[tuple[str, str]]:
-    """Return the calls of each function with a name in the round, by module and name."""
+    """Return the calls of each named function in the round, by module and name."""
     task = fl.make_task("digits", model="mlp")
     schedule = fl.Schedule(rounds=3, evaluate_every=1)
     federation = fl.Federation(fl.FedMR(), task, RowsEngine(task), schedule)

@@ -1,5 +1,6 @@
-"""Recombine LoRA adapters by FedMR: eight clients adapt a frozen transformer to their own modules of
-Python's library.
+"""Recombine LoRA adapters by FedMR: eight clients adapt a frozen transformer.
+
+Each client has its own modules of Python's library as text.
 
 python examples/lora.py        # needs pip install -e '.[language]'
 """
@@ -41,7 +42,7 @@ TOKENS, LENGTH, STEPS, ROUNDS = 128, 64, 500, 20
 
 
 def characters(*modules: str) -> torch.Tensor:
-    """Pieces `[n, LENGTH + 1]` of the modules' source, one number a character."""
+    """Return pieces `[n, LENGTH + 1]` of the modules' source, with one number per character."""
     text = "".join(
         Path(str(importlib.util.find_spec(name).origin)).read_text("utf-8")[:12_000]
         for name in modules

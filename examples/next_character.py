@@ -1,5 +1,6 @@
-"""Learn the next character of texts by five authors, who are the clients. The texts are in one file
-like a play.
+"""Learn the next character of texts by five authors; each author is a client.
+
+The texts are in one file, in the format of a play.
 
 python examples/next_character.py
 """
@@ -22,7 +23,9 @@ TEXTS = {
 
 
 def play() -> str:
-    """Scikit-learn's descriptions of its data: a name and a colon, a speech, an empty line."""
+    """Write scikit-learn's descriptions of its data: a name and a colon, a speech, an empty
+    line.
+    """
     speeches = {name: " ".join(str(load().DESCR).split())[:5000] for name, load in TEXTS.items()}
     return "\n\n".join(f"{name}:\n{speech}" for name, speech in speeches.items())
 
@@ -33,7 +36,7 @@ def main() -> None:
         (Path(folder) / "play.txt").write_text(play())
         task = fl.make_task(
             f"shakespeare(folder='{folder}', length=40)",
-            clients=0,  # as many as there are speakers
+            clients=0,  # one client per speaker
             partition="natural",
             model="recurrent(cell=gru, width=32, layers=1)",
             training=fl.Training(optimizer="adam", learning_rate=0.02, epochs=1, batch_size=10),
@@ -51,7 +54,7 @@ def main() -> None:
 
 def top_3(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the share of characters among the three most likely ones, a custom metric."""
-    real = targets >= 0  # the end of a text is filled up
+    real = targets >= 0  # the end of a text is padded
     return (outputs.topk(3).indices == targets.unsqueeze(2)).any(2)[real].double().mean()
 
 

@@ -1,8 +1,7 @@
-"""Train your own model on your own arrays with given clients, by two-stage FedMR, and load the saved
-model.
+"""Train your own model on your own arrays with given clients, by two-stage FedMR.
 
-Forty machines measure sixteen values each; a machine's sensors have their own offset and gain, and
-some states are rare on it.
+The example also loads the saved model. Forty machines measure sixteen values each. Each machine has
+sensors with their own offset and gain, and some states are rare on it.
 
     python examples/own_data.py
 """
@@ -22,7 +21,7 @@ MACHINES, VALUES, STATES = 40, 16, 5
 
 
 def measurements(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs `[n, 16]`, states `[n]` and the machine that each sample comes from `[n]`."""
+    """Return inputs `[n, 16]`, states `[n]` and the machine of each sample `[n]`."""
     draw, nature = np.random.default_rng(seed), np.random.default_rng(7)
     patterns = nature.normal(size=(STATES, VALUES))
     inputs, labels, machines = [], [], []
@@ -42,7 +41,7 @@ def measurements(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class Classifier(nn.Module):
-    """Any module will do; each of its layers is a unit that recombination moves."""
+    """Any module works; recombination moves each of its layers as a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ def main() -> None:
     torch.manual_seed(0)
     task = fl.make_task(
         dataset,
-        clients=0,  # as many as the data have
+        clients=0,  # one client per machine in the data
         partition="natural",
         model=Classifier(),
         training=fl.Training(learning_rate=0.05, epochs=2, batch_size=20),
@@ -77,7 +76,7 @@ def main() -> None:
                 f"{method:26} accuracy {100 * result.accuracy:.1f} %, best "
                 f"{100 * result.best_accuracy:.1f} %"
             )
-        # finished: only read
+        # a finished run is only read
         again = fl.run(method, task, rounds=40, participation=0.25, directory=place)
         model = fl.load_model(place, Classifier())
         print(

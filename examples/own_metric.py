@@ -1,5 +1,6 @@
-"""Evaluate a regression by your own metric: the share of predictions of diabetes progression within
-50 points.
+"""Evaluate a regression by your own metric.
+
+The metric is the share of predictions of diabetes progression within 50 points.
 
 python examples/own_metric.py
 """
@@ -25,8 +26,8 @@ class WithinReach(Regression):
     metric = Metric("within", "Within reach", higher_is_better=True, share=True)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return what is counted of each sample, `[b]`: clients and the whole test set are judged
-        by its sums.
+        """Return one value per sample, `[b]`; its sums give the scores of clients and the whole
+        test set.
         """
         statistics = super().statistics(outputs, targets)
         near = statistics["squared"].sqrt().le(self.reach).all(1)

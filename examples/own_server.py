@@ -14,8 +14,8 @@ from fedloom.round import Round
 
 @algorithms.register("in_turn")
 class InTurn(fl.Algorithm):
-    """FedAvg whose clients take part in turn: round t has those that follow on round t - 1, after
-    the last the first again.
+    """FedAvg with clients in turn: round t continues after the clients of round t - 1,
+    cyclically.
     """
 
     def select(self, round: Round) -> Selection:
@@ -25,8 +25,9 @@ class InTurn(fl.Algorithm):
 
 @algorithms.register("agreeing")
 class Agreeing(fl.Algorithm):
-    """Clients weigh as much as their update d_i agrees with the mean: w <- w + sum_i p_i d_i, p_i ~
-    max(0, cos(d_i, d)).
+    """Weigh clients by the agreement of their update d_i with the mean.
+
+    w <- w + sum_i p_i d_i, p_i ~ max(0, cos(d_i, d)).
     """
 
     def receive(self, round: Round, replies: Replies) -> None:

@@ -1,4 +1,4 @@
-"""Train on a pandas table: wines of several vineyards, which are the clients.
+"""Train on a pandas table of wines; each vineyard is a client.
 
 python examples/pandas_table.py
 """
@@ -14,8 +14,8 @@ import fedloom as fl
 
 
 def wines() -> pd.DataFrame:
-    """178 wines with 13 measurements, the grape, and a vineyard each: most vineyards grow mostly
-    one grape.
+    """Return 178 wines with 13 measurements, the grape, and a vineyard; most vineyards grow
+    mostly one grape.
     """
     data = load_wine(as_frame=True)
     frame = data.frame.drop(columns="target")
@@ -36,7 +36,7 @@ def main() -> None:
         frame,
         target="grape",
         group="vineyard",
-        clients=0,  # as many as there are vineyards
+        clients=0,  # one client per vineyard
         partition="natural",
         model="mlp(hidden=[16])",
         training=fl.Training(learning_rate=0.05, epochs=3, batch_size=10),

@@ -1,7 +1,6 @@
-"""Train a model per client by FedALA's local aggregation around another method, and measure
-fairness.
+"""Train a model per client by FedALA's local aggregation around another method.
 
-Each client keeps a quarter of its samples as its own test set.
+The example also measures fairness. Each client uses a quarter of its samples as its own test set.
 
     python examples/personalise.py
 """

@@ -39,7 +39,8 @@ WRAPPERS = {
     "cfl": "cfl(mean_norm=1000.0, client_norm=0.0, first_round=0)",
 }
 PRIVATE = ("private", "local_private", "dp_sgd")
-"""Refuse batch norm, which the tests' models have: `test_places` and tests of their own run them.
+"""Methods that refuse the batch norm of the tests' models: `test_places` and other tests run
+them.
 """
 EVERY_METHOD = sorted(
     WRAPPERS.get(entry.name, entry.name) for entry in algorithms if entry.name not in PRIVATE

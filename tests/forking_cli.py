@@ -42,7 +42,7 @@ def saying(capsys: pytest.CaptureFixture[str]) -> Say:
 
 
 OPERATIONS = "operations.txt"
-"""The list of a command's file operations, in its folder: the names of the files, a line each."""
+"""The list of a command's file operations, in its folder: the names of the files, one per line."""
 
 OUTPUT = "output.txt"
 """The output of a command, in its folder."""

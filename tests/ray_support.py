@@ -73,8 +73,8 @@ assert folder is None or not folder.exists()
 assert not ray.is_initialized()
 assert os.environ.get("RAY_AUTH_MODE") == before, "Ray's setting for the whole program is taken back"
 """
-"""A program with its own cluster and method, run as `python script.py FOLDER`, and then with a
-cluster that is started for it; it prints the processes of both.
+"""A program with its own cluster and method, run as `python script.py FOLDER`. It then runs with
+a new local cluster, and prints the processes of both.
 """
 
 

@@ -30,7 +30,7 @@ SIZES = (40, 24, 96)
 KEY = ServerKey()
 
 Tamper = Callable[[int, int, tuple[Letter, ...]], tuple[Letter, ...]]
-"""(step, recipient, letters) -> the letters that are delivered in their place."""
+"""(step, recipient, letters) -> the letters to deliver instead."""
 
 
 def choices_of(seed: int) -> Callable[[Terms], Choices]:

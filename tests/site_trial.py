@@ -22,7 +22,7 @@ from fedloom.task import Task
 from superlink_support import Deployment
 
 PATIENCE = 600
-"""Seconds for what takes one minute where nothing else runs: no test is about time."""
+"""Seconds for work of one minute on an idle machine: no test depends on time."""
 
 
 def owner_settings(folder: Path, site: int) -> dict[str, str | int]:

@@ -1,12 +1,11 @@
-"""Seconds a round of fedloom beside its peers: the same data, model, batches and number of local
-steps, all in one run.
+"""Compare seconds per round of fedloom and other frameworks, all in one run.
 
-Each framework runs in its own environment (`--environments FOLDER` holds one for each: `pfl`,
-`flower`, `fluke`, `fedjax`; `--install` makes those that are missing) and in its best documented
-setting: pfl with one and with two processes, Flower with one core an actor. The frameworks take
-turns, `--repeats` times; a framework's figure is the least over the turns of the median over its
-counted rounds, which a machine with other work on it disturbs least. fedloom runs in this
-environment.
+They use the same data, model, batches and number of local steps. Each framework runs in its own
+environment and in its best documented setting: pfl with one and with two processes, Flower with one
+core per actor. `--environments FOLDER` holds one environment for each: `pfl`, `flower`, `fluke`,
+`fedjax`; `--install` makes the missing ones. fedloom runs in this environment. The frameworks take
+turns, `--repeats` times. A framework's figure is the minimum over the turns of the median over its
+counted rounds. Other work on the machine affects this figure least.
 
     python benchmarks/peers/compare.py --environments /tmp/peers --install [--workloads mlp,cnn,pfl] [--rounds 8] [--repeats 3]
 """
@@ -46,12 +45,12 @@ CONTENDERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
 
 
 def python(name: str, environments: Path) -> Path:
-    """The interpreter of a framework's environment."""
+    """Return the interpreter of a framework's environment."""
     return Path(sys.executable) if name == "fedloom" else environments / name / "bin" / "python"
 
 
 def install(environments: Path) -> None:
-    """Make the environments that are missing, each with the versions that are compared."""
+    """Make the missing environments, each with the compared versions."""
     for name, packages in PACKAGES.items():
         if not python(name, environments).exists():
             venv.create(environments / name, with_pip=True)
@@ -63,7 +62,7 @@ def install(environments: Path) -> None:
 def measure(
     name: str, workload: str, environments: Path, options: list[str], limit: float
 ) -> dict[str, Any] | str:
-    """Return the figures that a framework's script printed, or the reason why there are none."""
+    """Return the figures from a framework's script, or the reason for their absence."""
     script, extra, environment = CONTENDERS[name]
     command = [
         python(script, environments),

@@ -1,4 +1,4 @@
-"""Flower's client, in a module of its own that its actors import."""
+"""Flower's client, in a separate module for the import by its actors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = os.environ.get("PEERS_WORKLOAD", "mlp")
 
 @functools.cache
 def users() -> tuple[torch.Tensor, torch.Tensor]:
-    """Kept in each actor, so that no round pays for it twice."""
+    """Return a cached value of each actor, so that no round computes it twice."""
     inputs, labels = w.WORKLOADS[NAME].data()
     return torch.from_numpy(inputs), torch.from_numpy(labels)
 

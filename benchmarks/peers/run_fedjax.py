@@ -1,5 +1,5 @@
-"""FedJAX on the CPU: its own FedAvg with the jit back end, models written with stax so that all is
-compiled together.
+"""FedJAX on the CPU: its own FedAvg with the jit back end, and models in stax for one
+compilation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main() -> None:
     )
     import jax
 
-    # which this FedJAX calls by the name that JAX has dropped
+    # this FedJAX uses the name that JAX has removed
     jax.tree_map = jax.tree_util.tree_map
     import fedjax
     import jax.numpy as jnp
@@ -27,7 +27,7 @@ def main() -> None:
 
     work = w.WORKLOADS[arguments.workload]
     inputs, labels = work.data()
-    if len(work.shape) == 3:  # channels last, which is what XLA likes best
+    if len(work.shape) == 3:  # channels last: the fastest layout in XLA
         inputs = np.ascontiguousarray(inputs.transpose(0, 1, 3, 4, 2))
     pool, relu, dense = stax.MaxPool((2, 2), strides=(2, 2)), stax.Relu, stax.Dense
     layers = {

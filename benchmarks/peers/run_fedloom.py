@@ -1,4 +1,4 @@
-"""fedloom: FedAvg in the engine that is named; by `default` the rule's choice."""
+"""fedloom: FedAvg in the given engine; `default` is the choice of the rule."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Flower's simulation: the Message API, FedAvg, Ray actors with one core each as its documentation
-advises for a CPU.
+"""Flower's simulation: the Message API, FedAvg, and Ray actors with one core each.
+
+Flower's documentation advises this for a CPU.
 """
 
 from __future__ import annotations

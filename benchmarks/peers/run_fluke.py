@@ -1,7 +1,7 @@
 """fluke: its FedAVG with clients that hold their tensors in memory, without evaluation.
 
-torchvision, from which it takes data sets and ready-made models that are not used here, is stood in
-for by empty modules: its builds do not import beside every build of torch.
+Empty modules replace torchvision, because its builds do not import beside every build of torch.
+fluke takes data sets and models from it, which this benchmark does not use.
 """
 
 from __future__ import annotations

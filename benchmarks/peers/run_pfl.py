@@ -1,5 +1,5 @@
-"""pfl (pfl-research): users as resident tensors; several processes through torchrun, which is its
-documented way.
+"""pfl (pfl-research): users as resident tensors; several processes through torchrun, as
+documented.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models as plain PyTorch modules, the same start in every framework that runs PyTorch."""
+"""The models as plain PyTorch modules, with the same start in every PyTorch framework."""
 
 from __future__ import annotations
 

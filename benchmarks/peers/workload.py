@@ -1,8 +1,8 @@
-"""The workloads that every framework runs: data, sizes and settings, with NumPy alone so that each
-environment can import it.
+"""The workloads of all frameworks: data, sizes and settings.
 
-Labels come from a fixed random linear map of the inputs, so that a falling training loss shows that
-training took place; all frameworks print the loss of their last global model on the same samples.
+The module needs only NumPy, so that each environment can import it. Labels are a fixed random
+linear map of the inputs, so a decreasing training loss proves that training took place. All
+frameworks print the loss of their last global model on the same samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Workload:
-    """`users` hold `samples` each; `cohort` of them train one epoch a round."""
+    """`users` hold `samples` each; `cohort` of them train one epoch per round."""
 
     shape: tuple[int, ...]
     users: int
@@ -37,8 +37,8 @@ class Workload:
         return inputs, labels.reshape(self.users, self.samples)
 
     def probe(self, data: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The samples on which the last global model is scored: those of the first users, 2,000 at
-        most.
+        """Return the samples for the score of the last global model: the first users, 2,000
+        samples at most.
         """
         inputs, labels = data
         return inputs.reshape(-1, *self.shape)[:2000], labels.reshape(-1)[:2000]
@@ -55,7 +55,7 @@ WORKLOADS = {
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The arguments that every framework's script takes."""
+    """Parse the arguments of every framework's script."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workload", choices=WORKLOADS, default="mlp")
     parser.add_argument("--rounds", type=int, default=8)
@@ -72,8 +72,9 @@ def arguments(description: str) -> argparse.Namespace:
 def tell(
     framework: str, ends: list[float], began: float, warm_up: int, loss: float, **extra: Any
 ) -> None:
-    """One line of JSON: seconds of each counted round from the times at which rounds ended, and
-    seconds until the first end.
+    """Print one line of JSON: seconds of each counted round and seconds until the first end.
+
+    Both are computed from the end times of rounds.
     """
     rounds = np.diff(np.array(ends))[warm_up - 1 :]
     result = {

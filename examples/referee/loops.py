@@ -2,8 +2,8 @@
 
 python examples/referee/loops.py
 
-Each loop takes the start, the clients and the batches from fedloom's trace, and writes its
-own trace. `mistake` plants a common error; `fedloom paper referee` names the first round, client, step
+Each loop takes the start, the clients and the batches from fedloom's trace, and writes its own
+trace. `mistake` plants a common error. `fedloom paper referee` names the first round, client, step
 and tensor with a difference, and the likely cause.
 """
 
@@ -50,7 +50,7 @@ METHODS = {
 
 
 class Network(nn.Module):
-    """A small network for the digits, with batch norm where a method averages its statistics."""
+    """A small network for the digits, with batch norm if a method averages its statistics."""
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ def mean(replies: list[Weights], shares: list[float]) -> Weights:
 
 
 class Loop:
-    """What the three loops share: data, fedloom's trace, local training, and the trace that is
-    written.
+    """Common parts of the three loops: data, fedloom's trace, local training, and the written
+    trace.
     """
 
     def __init__(self, task: fl.Task, folder: Path, mistake: str) -> None:
         self.task, self.mistake, self.trace = task, mistake, TraceWriter(folder)
         self.net = copy.deepcopy(task.model)
-        self.buffers: dict[int, Any] = {}  # momentum, where it is kept
+        self.buffers: dict[int, Any] = {}  # momentum, for optimizers that have it
 
     def batches(self, arrays: Arrays, client: int) -> list[Tensor]:
         steps = sum(name.startswith(f"{client}/") and name.endswith("/samples") for name in arrays)
@@ -243,7 +243,7 @@ LOOPS: dict[str, Callable[..., None]] = {"fedavg": fedavg, "scaffold": scaffold,
 
 
 def task_for(method: str) -> fl.Task:
-    """Six clients share the digits."""
+    """Return the digits of six clients."""
     momentum = 0.0 if method == "scaffold" else MOMENTUM
     training = fl.Training(learning_rate=RATE, decay=DECAY, momentum=momentum, batch_size=20)
     torch.manual_seed(0)

@@ -7,11 +7,11 @@ A trace is a folder:
     recorded.jsonl                        a line a round: which clients trained, in order, and their numbers of samples
     recorded/round-0000001.safetensors    the tensors of round 1, each called steps/CLIENT/STAGE/ROLE/TENSOR
 
-STAGE is `in` or `out` (received and sent tensors: ROLE is `model`, or the name in the method), or
-the number of a local step, from 0 (ROLE is `before` or `after`, the weights; `samples`, the
-positions of the batch in the training data; `loss`, their mean loss). CLIENT is a number, or
-`server` with STAGE `end`: its state after the round. TENSOR is a name in the model's state_dict;
-scalars and samples have none. Missing tensors are not compared.
+STAGE is `in` or `out` (received and sent tensors; ROLE is `model`, or the name in the method), or
+the number of a local step, from 0. A step has the ROLEs `before` and `after` (the weights),
+`samples` (the positions of the batch in the training data) and `loss` (their mean loss). CLIENT is
+a number, or `server` with STAGE `end`: its state after the round. TENSOR is a name in the model's
+state_dict; scalars and samples have none. Missing tensors are not compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class TraceWriter:
-    """Writes a trace: `add` what goes in and comes out, then `end` each round."""
+    """Writes a trace: call `add` for received and sent tensors, then `end` after each round."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
