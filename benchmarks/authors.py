@@ -90,8 +90,8 @@ class WithFeatures(nn.Module):
 
 
 class World:
-    """Clients of equal size with one batch of all samples, so that orders do not matter, in
-    float64.
+    """Clients of equal size with one batch of all samples in float64, so that orders do not
+    matter.
     """
 
     def __init__(self, momentum: float = MOMENTUM, weight_decay: float = 0.0) -> None:
@@ -357,8 +357,9 @@ class BaseAndHead(nn.Module):
 
 
 def fedas(folder: Path) -> dict[str, float]:
-    """Compare each client's model after round 2, and its trace of the Fisher information by
-    single samples.
+    """Compare each client's model after round 2, and its trace of the Fisher information.
+
+    The trace uses single samples.
     """
     world, run = World(), World().federation("fedas")
     run.step()
@@ -397,7 +398,7 @@ def fedas(folder: Path) -> dict[str, float]:
 
 
 class WithLogits(nn.Module):
-    """The same in the form of FedPAC's and pFedFDA's code: features and logits, and a classifier
+    """The same in the form of FedPAC's and pFedFDA's code: features, logits and a classifier
     `fc`.
     """
 

@@ -52,9 +52,7 @@ class Figures(NamedTuple):
 
 @dataclass
 class Memory:
-    """Running means of U and D over about `1 / pace` rounds, and whether recombination has
-    begun.
-    """
+    """Running means of U and D over about `1 / pace` rounds, and the begin of recombination."""
 
     pace: float
     added: float = math.nan
@@ -62,9 +60,7 @@ class Memory:
     begun: bool = False
 
     def noise(self, figures: Figures) -> float:
-        """Return p = max(0, 1 - U / ((K - 1) D)), the part of the mean update that is common
-        progress.
-        """
+        """Return p = max(0, 1 - U / ((K - 1) D)), the common progress in the mean update."""
         starts = math.isnan(self.added)
         self.added = (
             figures.added if starts else (1 - self.pace) * self.added + self.pace * figures.added
@@ -241,9 +237,7 @@ def row(rule: str, done: Runs, where: list[Setting]) -> str | None:
 
 
 def print_tables(done: Runs) -> None:
-    """Print one table for the settings of the choice of the rules, and one for the held-out
-    settings.
-    """
+    """Print one table of the settings that decided the rules, and one of the held-out settings."""
     for where in (settings(), held_out()):
         print(f"\n{len(where)} settings of {where[0].data}\n")
         print("| share of averaging b | kept | mean | behind | worst |\n|---|---|---|---|---|")

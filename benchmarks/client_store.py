@@ -74,8 +74,8 @@ class InTurn(Part):
 def small_data(clients: int, model: str) -> Task:
     """Return a task with two random samples per client and one step.
 
-    It measures the store and not the training. The `wide` net has as many parameters as ResNet-18,
-    11.2 million, and trains in a hundredth of the time.
+    It measures the store and not the training. The `wide` net has the size of ResNet-18, 11.2 million
+    parameters, and trains in a hundredth of the time.
     """
     draw = torch.Generator().manual_seed(0)
     shape = (3, 32, 32) if model == "resnet18" else (784,)

@@ -1,5 +1,4 @@
-"""Measure the traffic of a round of each method, for FedMR's appendix C.1, and its computing
-time.
+"""Measure traffic and computing time of a round of each method, for FedMR's appendix C.1.
 
 K clients take part. The paper counts 2K models for FedAvg, FedProx, CluSamp, FedMR and the later
 baselines. It counts 2K models and 2K control variates (with the size of the model's trainable part)

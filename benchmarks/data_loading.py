@@ -78,8 +78,8 @@ def load_apart(name: str, folder: str) -> dict[str, float]:
 
 
 def load_here(name: str, folder: str) -> dict[str, float]:
-    """Return the seconds of loading, the peak memory (MB), and its excess over the peak after
-    the imports.
+    """Return seconds of loading, peak memory (MB), and its excess over the peak after the
+    imports.
     """
     make = datasets[name].make
     imported = _peak_mb()

@@ -67,8 +67,9 @@ class Outcome(NamedTuple):
 
 
 def printed_accuracy(partition: str, method: str) -> float | str:
-    """Return the paper's figure for MNIST, from table 2 (pathological) or 7 (Dirichlet 0.1); `-`
-    for other methods.
+    """Return the paper's figure for MNIST; `-` for methods outside the tables.
+
+    It is from table 2 (pathological) or 7 (Dirichlet 0.1).
     """
     numbers = printed("fedala", "2" if partition == "pathological" else "7")
     means = (

@@ -79,9 +79,7 @@ def printed_rounds(setting: str, method: str) -> int | None:
 
 @dataclass
 class IdleCounted(FedDC):
-    """FedDC with FedUmf's fused starts; only the model's mean is restricted to the selected
-    clients.
-    """
+    """FedDC with FedUmf's fused starts; only the model's mean is limited to selected clients."""
 
     share: float = 0.15
 

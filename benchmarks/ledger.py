@@ -87,8 +87,9 @@ class LedgerEntry:
 
 
 def ledger(folder: Path) -> list[LedgerEntry]:
-    """Return every table and figure with its records in `folder`, paper by paper. Raises as
-    `ExhibitRecord.read`.
+    """Return every table and figure with its records in `folder`, paper by paper.
+
+    Raises as `ExhibitRecord.read`.
     """
     reasons = tomllib.loads((folder / "reasons.toml").read_text(encoding="utf-8"))
     records = [ExhibitRecord.read(path) for path in sorted(folder.glob("*.json"))]
@@ -103,9 +104,7 @@ def ledger(folder: Path) -> list[LedgerEntry]:
 
 
 def to_markdown(entries: Sequence[LedgerEntry]) -> str:
-    """Return the ledger as Markdown: a table for each version of a paper, and below it each
-    record.
-    """
+    """Return the ledger as Markdown: a table for each version of a paper, then its records."""
     blocks = []
     for version, title in titles().items():
         entries_here = [entry for entry in entries if entry.exhibit.id.startswith(f"{version}.")]
@@ -189,7 +188,5 @@ def _within(line: CellResult) -> bool:
 
 
 def _value(figure: Measured | Printed | None) -> float:
-    """Return the figure; infinity for a target that was never reached, since it is later than
-    any round.
-    """
+    """Return the figure; infinity for a target that was never reached: it is after any round."""
     return math.inf if figure is None or figure.mean is None else figure.mean

@@ -79,9 +79,7 @@ def random_task(
 
 
 def bare_seconds(module: nn.Module, task: Task, start: torch.Tensor) -> float:
-    """Return seconds of one round's SGD steps on one bare module, without loading the start
-    model.
-    """
+    """Return seconds of one round's SGD steps on one bare module, without the model's loading."""
     settings = task.training
     optimizer = torch.optim.SGD(
         module.parameters(), lr=settings.learning_rate, momentum=settings.momentum

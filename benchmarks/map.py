@@ -55,9 +55,7 @@ EARLY = 2
 
 
 class Setting(NamedTuple):
-    """A task with its local training; `noise` is the share of the training labels that are
-    replaced.
-    """
+    """A task with its local training; `noise` is the share of replaced training labels."""
 
     data: str
     model: str
@@ -78,9 +76,7 @@ class Setting(NamedTuple):
 
 @dataclass
 class WatchedFedMR(fl.FedMR):
-    """FedMR with records of the variance of its pool, of its updates, and the pool's common
-    progress.
-    """
+    """FedMR with records of the variance of its pool and updates, and the common progress."""
 
     def receive(self, round: Round, replies: Replies) -> None:
         pool, sent = replies.by_slot("model"), replies.sent_by_slot("model")
@@ -179,9 +175,7 @@ def late(run: dict[str, Any]) -> float:
 
 
 def ahead(done: Runs, setting: Setting, method: str) -> list[float]:
-    """Return the lead of `method` over averaging at the end, in points, for each seed that both
-    have.
-    """
+    """Return the final lead of `method` over averaging, in points, for each seed of both."""
     return [
         late(done[setting, method, seed]) - late(done[setting, AVERAGING, seed])
         for seed in range(SEEDS)
@@ -201,8 +195,7 @@ def signals(run: dict[str, Any]) -> dict[str, float]:
 
 
 def area(values: Sequence[float], wins: Sequence[bool]) -> float:
-    """Return the probability that a setting that is won has the larger value than one that is
-    lost.
+    """Return the probability that a won setting has a larger value than a lost one.
 
     This is the area under the curve.
     """
@@ -368,9 +361,7 @@ def draw(done: Runs, path: Path) -> None:
 
 
 def work() -> Iterator[Key]:
-    """Yield the runs: group by group, all settings of a group with one seed before the next
-    seed.
-    """
+    """Yield the runs: group by group, and within a group seed by seed over all settings."""
     for group in groups():
         for seed, setting, method in product(range(SEEDS), group, METHODS):
             yield setting, method, seed

@@ -82,8 +82,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A cell with its first grid position, the largest number of rounds of a run, and the
-    paper's value.
+    """A cell with its first grid position, the most rounds of a run, and the paper's value.
 
     With seed 0 the positions in `uncut` run until they reach the target, without this limit.
     """
@@ -238,9 +237,7 @@ def recorded() -> Done:
 
 
 def best(done: Done, cell: Cell) -> tuple[int, float] | None:
-    """Return the grid position that reaches the target first with seed 0, and the number of
-    rounds.
-    """
+    """Return the grid position that reaches the target first with seed 0, and its rounds."""
     crossings = [
         (line["crossing"], position)
         for (of, position, seed), line in done.items()
@@ -251,9 +248,7 @@ def best(done: Done, cell: Cell) -> tuple[int, float] | None:
 
 
 def required(done: Done, plan: Plan) -> tuple[int, int, int] | None:
-    """Return the next run of a cell: position, seed and the most rounds; None when the cell is
-    done.
-    """
+    """Return the next run of a cell: position, seed and the most rounds; None after the last."""
     tried = {position for of, position, seed in done if of == plan.cell and seed == 0}
     if not tried:
         return plan.guess, 0, plan.cap
@@ -324,8 +319,9 @@ def table(done: Done) -> None:
 
 
 def tuned(done: Done) -> dict[str, tuple[Cell, int]]:
-    """Return the cells of the paper's table with a finished search, by column, with their grid
-    positions.
+    """Return the cells of the paper's table with a finished search, by column.
+
+    Each has its grid position.
     """
     columns = {}
     for cell in {plan.cell: plan for plan in plans()}:

@@ -3,8 +3,8 @@
     python benchmarks/objectives.py
 
 FedAvg has ten clients. Central training is plain PyTorch on the same model, with the same number of
-epochs over all samples. The script also fits scikit-learn's own solution, if there is one. It
-prints the table of `docs/data.md`.
+epochs over all samples. The script also fits scikit-learn's own solution, if one exists. It prints
+the table of `docs/data.md`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def multilabel() -> fl.Dataset:
 
 
 def sequence() -> fl.Dataset:
-    """Return scikit-learn's descriptions of four of its data sets for the prediction of
-    characters.
-    """
+    """Return scikit-learn's descriptions of four of its data sets, to predict characters."""
     loads = (load_digits, load_diabetes, load_wine, load_breast_cancer)
     text = "".join(load().DESCR for load in loads)
     alphabet = sorted(set(text))

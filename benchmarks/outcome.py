@@ -20,8 +20,9 @@ def append(record: Path, run: Mapping[str, Any]) -> None:
 
 
 def tell(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print `rows` (the same keys in each) as a table, then everything with versions and machine
-    as one JSON line.
+    """Print `rows` as a table, then everything with versions and machine as one JSON line.
+
+    All rows have the same keys.
     """
     table = Table(title=title)
     for name in rows[0]:

@@ -63,9 +63,7 @@ class Clock:
 
 @dataclass
 class Place:
-    """A place for a round: `step` runs one, `close` releases its resources, `clock` records the
-    time.
-    """
+    """A place for a round: `step` runs one, `close` frees its resources, `clock` has the times."""
 
     step: Callable[[], Any]
     close: Callable[[], None]

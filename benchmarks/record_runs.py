@@ -62,8 +62,9 @@ def summary(folder: Path) -> RunSummary:
 
 
 def settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted key; expressions in one spelling, data sets without their
-    folders.
+    """Return settings by dotted key.
+
+    Expressions have one spelling, and data sets have no folders.
     """
     options = dotted(resolved)
     data = parse(options["data.name"])

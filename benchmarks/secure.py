@@ -126,8 +126,9 @@ def attack(
 
 
 def mixing(peers: int, units: int, rules: Rules, exchanges: int = 300) -> dict[str, object]:
-    """Return the share of layers that an exchange leaves with their owners, and its traffic in
-    models per peer (Equation 27).
+    """Return the share of unmoved layers after an exchange, and its traffic in models per peer.
+
+    An unmoved layer is still with its owner. Equation 27 gives the traffic.
     """
     shared = stream_draw(stream(0, "mixing"))
 
@@ -187,9 +188,7 @@ def exchange_seconds(
 
 
 def simulated(task: Task, rounds: int) -> list[dict[str, object]]:
-    """Return seconds of a round in the simulator: plain FedMR and FedMR with the exchange, in
-    turn.
-    """
+    """Return seconds of a simulated round: plain FedMR and FedMR with the exchange, in turn."""
     expressions = ("fedmr", "secure(fedmr)", "secure(fedmr, repeats=8)")
     runs = {
         e: Federation(

@@ -23,9 +23,7 @@ TEXTS = {
 
 
 def play() -> str:
-    """Write scikit-learn's descriptions of its data: a name and a colon, a speech, an empty
-    line.
-    """
+    """Write scikit-learn's descriptions of its data: a name and colon, a speech, an empty line."""
     speeches = {name: " ".join(str(load().DESCR).split())[:5000] for name, load in TEXTS.items()}
     return "\n\n".join(f"{name}:\n{speech}" for name, speech in speeches.items())
 

@@ -26,9 +26,7 @@ class WithinReach(Regression):
     metric = Metric("within", "Within reach", higher_is_better=True, share=True)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return one value per sample, `[b]`; its sums give the scores of clients and the whole
-        test set.
-        """
+        """Return one value per sample, `[b]`; sums of them score clients and the test set."""
         statistics = super().statistics(outputs, targets)
         near = statistics["squared"].sqrt().le(self.reach).all(1)
         return {**statistics, "near": near.double()}

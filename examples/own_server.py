@@ -14,9 +14,7 @@ from fedloom.round import Round
 
 @algorithms.register("in_turn")
 class InTurn(fl.Algorithm):
-    """FedAvg with clients in turn: round t continues after the clients of round t - 1,
-    cyclically.
-    """
+    """FedAvg with clients in turn: each round continues after the clients of the previous one."""
 
     def select(self, round: Round) -> Selection:
         first = (round.number - 1) * round.participants
@@ -25,7 +23,7 @@ class InTurn(fl.Algorithm):
 
 @algorithms.register("agreeing")
 class Agreeing(fl.Algorithm):
-    """Weigh clients by the agreement of their update d_i with the mean.
+    """FedAvg with larger weights for clients with updates d_i close to the mean update d.
 
     w <- w + sum_i p_i d_i, p_i ~ max(0, cos(d_i, d)).
     """

@@ -14,8 +14,9 @@ import fedloom as fl
 
 
 def wines() -> pd.DataFrame:
-    """Return 178 wines with 13 measurements, the grape, and a vineyard; most vineyards grow
-    mostly one grape.
+    """Return 178 wines with 13 measurements, the grape and a vineyard.
+
+    Most vineyards grow mostly one grape.
     """
     data = load_wine(as_frame=True)
     frame = data.frame.drop(columns="target")

@@ -64,9 +64,7 @@ class Command:
         return False
 
     def wait(self) -> tuple[int, str]:
-        """Return the exit code and all output; a negative code is the signal that killed the
-        process.
-        """
+        """Return the exit code and all output; a negative code is the signal of the kill."""
         assert self.server.stdout is not None
         code = os.waitstatus_to_exitcode(int(self.server.stdout.readline()))
         # a process that was cut in the middle of a write was killed too

@@ -30,9 +30,7 @@ SIZES = (5, 11, 17, 8, 23, 13, 6)  # with batches of 4, three clients end on a s
 
 
 class Net(nn.Module):
-    """Two layers, with or without batch norm between them; `features` returns the input of the
-    classifier.
-    """
+    """Two layers, with or without batch norm between; `features` returns the classifier's input."""
 
     def __init__(self, inputs: int, classes: int, norm: bool) -> None:
         super().__init__()
@@ -111,9 +109,7 @@ class World(SmallWorld):
         loss: Loss | None = None,
         adjust: Adjust | None = None,
     ) -> tuple[State, int]:
-        """Train one client for a round with torch's SGD; return its final state and number of
-        steps.
-        """
+        """Train one client for a round with torch's SGD; return its state and number of steps."""
         module, t = self.at(start).train(), self.training
         optimizer = torch.optim.SGD(
             module.parameters(),

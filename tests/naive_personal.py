@@ -52,9 +52,7 @@ class Net(nn.Module):
 
 @dataclass
 class Moment:
-    """The state after a round: the global parameters and the start model of each client for the
-    next round.
-    """
+    """The state after a round: the global parameters and each client's next start model."""
 
     parameters: Tensor
     personal: list[Tensor]
@@ -62,9 +60,7 @@ class Moment:
 
 @dataclass
 class World(SmallWorld):
-    """Clients with labels by a linear rule that differs from client to client, so personal and
-    global models differ.
-    """
+    """Clients with labels by different linear rules, so personal and global models differ."""
 
     participation: float = 0.6
     sizes: tuple[int, ...] = SIZES
@@ -366,9 +362,7 @@ def preview(init: Overwrite, client: int, number: int, received: nn.Module) -> n
 
 @dataclass
 class Setting:
-    """The input of a naive method: the world, the participants of each round, and the local
-    initialisation.
-    """
+    """The input of a naive method: the world, each round's participants, local initialisation."""
 
     world: World
     selected: list[list[int]]

@@ -45,8 +45,8 @@ class AddedWeights(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls and a moving mean in buffers, and has a parameter that the loss does not
-    use.
+    """Counts its calls and a moving mean in buffers, and has a parameter without effect on the
+    loss.
     """
 
     def __init__(self) -> None:

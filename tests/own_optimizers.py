@@ -25,8 +25,9 @@ class Sign(torch.optim.Optimizer):
 
 
 class Normed(torch.optim.Optimizer):
-    """Divides each gradient by its norm, and matrices also by their largest row, so it needs
-    whole tensors.
+    """Divides each gradient by its norm, and matrices also by their largest row.
+
+    It needs whole tensors.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:

@@ -80,9 +80,7 @@ class Private(Exception):
 
 @dataclass
 class Failing(FedAvg):
-    """Client 0 divides by zero, client 1 raises a custom error, client 2 sends NaN, client 3 a
-    short row.
-    """
+    """Client 0 divides by zero, 1 raises a custom error, 2 sends NaN, 3 a short row."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = super().train(cohort, inbox)

@@ -145,9 +145,7 @@ class Browser:
         dark: bool = False,
         phone: bool = False,
     ) -> float:
-        """Load a page from disk and wait until all figures are drawn; return the seconds until
-        the last figure.
-        """
+        """Load a page from disk, wait until all figures are drawn, and return the seconds."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
         )  # fmt: skip

@@ -79,8 +79,9 @@ def opened(envelope: bytes, private: X25519PrivateKey, info: bytes) -> bytes:
 
 @dataclass
 class Reader:
-    """Follows one attempt of an exchange from its bytes, with all private keys, and checks every
-    field.
+    """Follows one attempt of an exchange from its bytes and checks every field.
+
+    It has all private keys.
     """
 
     sealing: dict[int, X25519PrivateKey]

@@ -23,8 +23,9 @@ Change = Callable[[tuple[Letter, ...]], tuple[Letter, ...]]
 
 @dataclass
 class PeerNode(Node):
-    """A SuperNode that can fail in exchanges. `steps` counts the requests of its current
-    exchange, from 0.
+    """A SuperNode that can fail in exchanges.
+
+    `steps` counts the requests of its current exchange, from 0.
     """
 
     answers: list[Message] = field(default_factory=list)

@@ -41,11 +41,10 @@ def owner_settings(folder: Path, site: int) -> dict[str, str | int]:
 
 
 class Trial:
-    """An app that trains the example's task by `algorithm`, and the simulation of its
-    configuration.
+    """An app that trains the example's task by `algorithm`, and its simulation.
 
-    The app runs in a deployment. `name` is the name of the app and of its output; `overrides`
-    change the task.
+    The app runs in a deployment; the simulation has the same configuration. `name` is the name of
+    the app and of its output; `overrides` change the task.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Trial:
         return federation
 
     def require_same(self, expected: Federation) -> None:
-        """Assert that the run's global model, to the last bit, and its counted bytes equal
+        """Assert that the run's global model (to the last bit) and counted bytes equal
         `expected`.
         """
         module = expected.task.module(expected.model())

@@ -84,7 +84,8 @@ class KeepsClientMemory(FedAvg):
 
 
 def other_notices(notices: Iterable[str]) -> list[str]:
-    """Return the notices without the notice of two clients with a last batch of one sample,
-    which batch norm skips.
+    """Return the notices except for the last batches of one sample.
+
+    Two clients have such a batch, and batch norm skips it.
     """
     return [text for text in notices if "skip the last sample" not in text]

@@ -1,5 +1,4 @@
-"""A Flower deployment on loopback: a SuperLink with TLS and authentication, SuperNodes and
-`flwr`.
+"""A Flower deployment on loopback: SuperLink with TLS and authentication, SuperNodes, `flwr`.
 
 Each program has its own process. Each "machine" has a folder with its keys and its home for Flower.
 """
@@ -182,9 +181,7 @@ class Deployment:
         ]  # fmt: skip
 
     def kill(self, name: str) -> None:
-        """Send SIGKILL to every process of `server` or `site-<number>`, as if the machine were
-        lost.
-        """
+        """Send SIGKILL to every process of `server` or `site-<number>`, to simulate its loss."""
         process = self._processes.pop(name)
         while running := self.running(name):  # new ones may start during the kill
             for pid in running:
@@ -212,8 +209,9 @@ class Deployment:
         return code, output
 
     def run(self, app: Path, **configuration: str | float) -> int:
-        """Start a run of the app and return its number; `configuration` changes values of the
-        app's configuration.
+        """Start a run of the app and return its number.
+
+        `configuration` changes values of the app's configuration.
         """
         values = [
             f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in configuration.items()
@@ -257,9 +255,7 @@ class Deployment:
     def wait_until(
         self, done: Callable[[], bool], seconds: float, event: str, pause: float = 0.2
     ) -> None:
-        """Wait for a condition; if a process of the deployment dies or time is up, fail with all
-        logs.
-        """
+        """Wait for a condition; fail with all logs after the time limit or the end of a process."""
         end = time.monotonic() + seconds
         while not done():
             for name, process in self._processes.items():
@@ -354,8 +350,9 @@ class Deployment:
 def deployed(
     folder: Path, sites: int, settings: Callable[[int], dict[str, str | int]], hurried: bool = True
 ) -> Iterator[Deployment]:
-    """Run a deployment with registered sites that are online; `settings` of a site go to its
-    node-config.
+    """Run a deployment with registered sites that are online.
+
+    `settings` of a site go to its node-config.
     """
     deployment = Deployment(folder, sites, hurried)
     try:

@@ -148,8 +148,7 @@ def test_without_an_upper_bound_the_first_repeat_sends_at_most_a_quarter() -> No
 
 
 def exact_destinations(count: int, sent: Fraction) -> list[Fraction]:
-    """Return the probability that layer 0 of peer 0 ends at each peer after one repeat, by
-    enumeration.
+    """Return the exact probability that layer 0 of peer 0 ends at each peer after one repeat.
 
     Each peer sends this index with probability `sent`, to one of the others. Each recipient
     distributes its layers uniformly over the senders and, if it did not send its layer, itself.

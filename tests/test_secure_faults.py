@@ -640,9 +640,7 @@ def test_a_peer_needs_two_others_by_default() -> None:
 
 
 def test_a_model_is_uploaded_once() -> None:
-    """A server that has the uploads of four peers and of three of them could compute the fourth
-    peer's layers.
-    """
+    """A server with the uploads of four peers and of three of them could compute the fourth's."""
     world = World(4)
     terms, _ = world.exchange(InMemoryTransport(world.peers))
     uploads = {k: peer.upload() for k, peer in world.peers.items()}

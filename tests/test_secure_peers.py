@@ -236,9 +236,7 @@ def test_peers_may_be_restarted_before_every_request(when: str) -> None:
 def test_colluding_peers_and_server_learn_of_an_honest_peer_only_the_layers_it_sent_them(
     colluding: tuple[int, ...],
 ) -> None:
-    """Colluders open every parcel addressed to them and the envelopes for the server inside
-    these parcels.
-    """
+    """Colluders open all parcels for them, and envelopes for the server inside these parcels."""
     repeats: Counter[int] = Counter()
     for seed in range(1, 5):
         world = World(5, rules=Rules(2, 1, 2), seed=seed)

@@ -84,9 +84,7 @@ def recorded(when: str) -> dict[str, Any]:
 
 
 def require_exchange_as_documented(case: dict[str, Any]) -> None:
-    """Read a recorded exchange with only the rules of docs/secure.md, and check every move of a
-    layer.
-    """
+    """Read a recorded exchange with only the rules of docs/secure.md; check each layer's move."""
     server = X25519PrivateKey.from_private_bytes(bytes.fromhex(case["server_key"]))
     identities = {
         int(k): Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text))

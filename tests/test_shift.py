@@ -74,9 +74,7 @@ def test_right_angles_are_exact_and_evenly_distributed() -> None:
 
 
 def test_other_angles_turn_about_the_centre() -> None:
-    """A bright spot to the right of the centre is above it after nearly 90 degrees, and half-way
-    at 45.
-    """
+    """A bright spot right of the centre is above it after nearly 90 degrees, half-way at 45."""
     spot = torch.zeros(1, 1, 21, 21)
     spot[0, 0, 10, 18] = 1
     for degrees in (30.0, 45.0, 89.0):

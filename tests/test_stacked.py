@@ -84,9 +84,7 @@ def federated(
 def assert_same(
     expected: Federation, actual: Federation, tolerance: float = 1e-8, notices: Sequence[str] = ()
 ) -> None:
-    """Assert equal server state, memory, figures and bytes, and that engines issue only these
-    notices.
-    """
+    """Assert equal state, memory, figures and bytes; engines may issue only these notices."""
     engine = actual.engine
     assert engine.notices == list(notices)
     pairs = (
@@ -155,9 +153,7 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
 def test_every_optimiser_gives_the_numbers_of_rows(
     optimizer: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One optimizer moves all rows until short batches separate them; otherwise each row has its
-    own.
-    """
+    """One optimizer moves all rows until short batches separate them, or each row has its own."""
     monkeypatch.setattr("fedloom.local.optimizer.JOINT_WEIGHTS", 10**9 if shared else 0)
     split: list[int] = []
     of_row = _Optimizer.of_row
@@ -212,9 +208,7 @@ class Drawing(nn.Module):
 
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "fedsam"])
 def test_dropout_draws_each_clients_own_masks(method: str) -> None:
-    """Statistics, counts of batches and personal scores are equal too; the model has single
-    precision.
-    """
+    """Statistics, counts of batches and personal scores are equal too, in single precision."""
     task = small_task()
     schedule = Schedule(rounds=3, participation=0.8, seed=2, evaluate_every=1, personal_every=1)
     runs = [
@@ -256,9 +250,7 @@ def test_images_are_prepared_augmented_and_dropped_alike(augmentation: str) -> N
 
 
 def test_statistics_of_a_stack_move() -> None:
-    """Statistics are contiguous blocks under vmap; otherwise batch norm would lose its updates
-    silently.
-    """
+    """Statistics are contiguous blocks under vmap; otherwise batch norm would lose its updates."""
     task = world()
     stack = StackedModule(task.model, task.layout)
     rows = task.initial.repeat(3, 1)

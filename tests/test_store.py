@@ -59,8 +59,9 @@ OPERATIONS = st.lists(
 def test_a_store_is_a_dictionary_whatever_its_budget(
     operations: list[tuple], budget: int, inline: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The store equals the dictionary after undone rounds, and after a restart from either of
-    the two newest checkpoints.
+    """The store equals the dictionary after undone rounds and after a restart.
+
+    The restart uses either of the two newest checkpoints.
     """
     directory = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:

@@ -198,8 +198,9 @@ def travelling(
     mix: Callable[[int, list[State]], list[State]],
     loss_of: Any = None,
 ) -> Iterator[State]:
-    """Train a pool of models, one per slot, mix them by `mix(number, uploads)`; yield their mean
-    after each round.
+    """Train a pool of models, one per slot; yield their mean after each round.
+
+    `mix(number, uploads)` mixes the models.
     """
     pool = [world.initial() for _ in rounds[0]]
     for number, clients in enumerate(rounds, start=1):
@@ -218,9 +219,7 @@ def travelling(
 
 
 def sum_over_pairs(one: State, other: State) -> float:
-    """The authors' code: sum the cosines of pairs of consecutive tensors; the last cosine counts
-    twice.
-    """
+    """The authors' code: sum the cosines of pairs of consecutive tensors, the last one twice."""
     total, here, there = 0.0, [], []
     tensors = [(t.double(), other[n].double()) for n, t in one.items()]  # with counters
     for k, (a, b) in enumerate(tensors):
@@ -575,8 +574,7 @@ def test_cfl_agrees_with_the_second_computation() -> None:
 
 
 def complete_linkage(members: list[int], vectors: dict[int, Tensor]) -> list[list[int]]:
-    """Join the two groups with the smallest distance of their farthest members until two groups
-    remain.
+    """Join the two groups with the least distance of their farthest members until two remain.
 
     The result is sorted by first members.
     """
@@ -695,9 +693,7 @@ def test_power_of_choice_takes_the_candidates_of_highest_known_loss() -> None:
 
 
 def loss_of_round(world: World, run: Any, number: int, client: int) -> float:
-    """Return the client's mean loss over the steps of that round, starting from fedloom's global
-    model.
-    """
+    """Return the client's mean loss over that round's steps, from fedloom's global model."""
     start = world.initial() if number == 1 else run.models[number - 2]
     steps: list[float] = []
 

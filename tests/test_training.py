@@ -1,6 +1,4 @@
-"""Impossible settings of local training, and settings without effect, are refused before the
-run.
-"""
+"""Settings of local training that are impossible or without effect are refused before the run."""
 
 from __future__ import annotations
 

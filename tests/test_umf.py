@@ -41,8 +41,9 @@ def naive_umf(
     mu: float = 0.0,
     pool: bool = False,
 ) -> list[State]:
-    """FedUmf over FedAvg (uniform or by samples), FedProx (mu) or Indep (pool); every client
-    trains in every round.
+    """FedUmf over FedAvg (uniform or by samples), FedProx (mu) or Indep (pool).
+
+    Every client trains in every round.
     """
     state = world.initial()
     slots = [world.initial() for _ in selected[0]] if pool else []

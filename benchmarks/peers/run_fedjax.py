@@ -1,5 +1,6 @@
-"""FedJAX on the CPU: its own FedAvg with the jit back end, and models in stax for one
-compilation.
+"""FedJAX on the CPU: its own FedAvg with the jit back end.
+
+The models are in stax, so that JAX compiles everything together.
 """
 
 from __future__ import annotations

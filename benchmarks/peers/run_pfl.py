@@ -1,5 +1,6 @@
-"""pfl (pfl-research): users as resident tensors; several processes through torchrun, as
-documented.
+"""pfl (pfl-research): users as resident tensors.
+
+Several processes run through torchrun, as its documentation describes.
 """
 
 from __future__ import annotations

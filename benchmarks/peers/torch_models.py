@@ -23,8 +23,9 @@ class Cnn(nn.Sequential):
 
 
 class PflCnn(nn.Sequential):
-    """A network of the size of pfl-research's CIFAR-10 model: two 3x3 convolutions, a pool and a
-    layer of 128.
+    """A network of the size of pfl-research's CIFAR-10 model.
+
+    It has two 3x3 convolutions, a pool and a layer of 128.
     """
 
     def __init__(self) -> None:

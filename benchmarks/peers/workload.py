@@ -37,8 +37,8 @@ class Workload:
         return inputs, labels.reshape(self.users, self.samples)
 
     def probe(self, data: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples for the score of the last global model: the first users, 2,000
-        samples at most.
+        """Return the samples to score the last global model: the first users, at most 2,000
+        samples.
         """
         inputs, labels = data
         return inputs.reshape(-1, *self.shape)[:2000], labels.reshape(-1)[:2000]

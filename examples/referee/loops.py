@@ -78,9 +78,7 @@ def mean(replies: list[Weights], shares: list[float]) -> Weights:
 
 
 class Loop:
-    """Common parts of the three loops: data, fedloom's trace, local training, and the written
-    trace.
-    """
+    """Common parts of the three loops: data, fedloom's trace, local training, the written trace."""
 
     def __init__(self, task: fl.Task, folder: Path, mistake: str) -> None:
         self.task, self.mistake, self.trace = task, mistake, TraceWriter(folder)

@@ -56,9 +56,7 @@ class TraceWriter:
 
 
 def read_trace(folder: Path) -> Iterator[tuple[int, list[int], list[int], Arrays]]:
-    """Yield each round of a trace: its number, its clients, their numbers of samples, and the
-    tensors by name.
-    """
+    """Yield each round of a trace: number, clients, their numbers of samples, tensors by name."""
     for text in (folder / "recorded.jsonl").read_text().splitlines():
         line = json.loads(text)
         value = line["values"]["steps"]

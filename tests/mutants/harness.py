@@ -1,5 +1,4 @@
-"""Plants each fault of `planted.py` in a copy of the package, and runs the tests that must
-notice it.
+"""Plants each fault of `planted.py` in a copy of the package, and runs its tests.
 
     python tests/mutants/harness.py [NUMBER ...]
 
