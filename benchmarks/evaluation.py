@@ -57,7 +57,7 @@ def images(count: int, channels: int, size: int) -> Dataset:
 
 
 def federations() -> list[tuple[str, Task, float]]:
-    """Name, task and participation."""
+    """Return name, task and participation of each federation."""
     sgd = {"learning_rate": 0.005, "batch_size": 10}
     return [
         (

@@ -84,7 +84,7 @@ class IdleCounted(FedDC):
     share: float = 0.15
 
     def chosen(self, round: Round) -> tuple[int, ...]:
-        """The clients with counted models."""
+        """Return the clients with counted models."""
         return uniform(replace(round, participants=int(self.share * round.clients)))
 
     def receive(self, round: Round, replies: Replies) -> None:

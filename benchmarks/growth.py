@@ -1,11 +1,11 @@
 """Measure the growth of the server's work with participants K, model length P, and reports.
 
 Each line is timed at three sizes, with the minimum of some turns. The exponent is between the two
-largest sizes: 20, 200 and 2,000 replies of 10,000 weights, or up to 500 if pairs are compared;
-10,000 to 1,000,000 weights of 20 replies; rounds and runs of a report. A method's time is for
-`send`, `receive`, `finish`, `model` and `diagnose` in a round with all clients. A line with an
-exponent more than `SLACK` above its necessary growth is named, and the exit code is 1. Data larger
-than the caches cost up to half an exponent; a whole exponent is a fault.
+largest sizes. The sizes are 20, 200 and 2,000 replies of 10,000 weights (up to 500 if pairs are
+compared), and 10,000 to 1,000,000 weights of 20 replies. A method's time is for `send`, `receive`,
+`finish`, `model` and `diagnose` in a round with all clients. A line with an exponent more than
+`SLACK` above its necessary growth is named, and the exit code is 1. Data larger than the caches
+cost up to half an exponent; a whole exponent is a fault.
 
     python benchmarks/growth.py [--only "fedavg;similarity"] [--turns 2]
 """

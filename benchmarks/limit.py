@@ -35,7 +35,7 @@ CLIENTS = 10
 
 
 def mlp() -> nn.Module:
-    """784-200-200-10."""
+    """Return the network 784-200-200-10."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(784, 200),
@@ -47,7 +47,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """conv 5x5 3->32, pool, conv 5x5 32->64, pool, fc 1600-512-10."""
+    """Return conv 5x5 3->32, pool, conv 5x5 32->64, pool, fc 1600-512-10."""
     return nn.Sequential(
         *(
             nn.Conv2d(3, 32, 5),

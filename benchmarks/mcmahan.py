@@ -72,7 +72,7 @@ class Cell(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`2nn E=1 iid C=0.1 B=10 pixels=none start=torch`."""
+        """Return a text such as `2nn E=1 iid C=0.1 B=10 pixels=none start=torch`."""
         batch = self.batch or "inf"
         return (
             f"{self.model} E={self.epochs} {self.partition} C={self.participation:g} B={batch} "

@@ -39,7 +39,7 @@ def halves(inputs: Tensor, targets: Tensor, **about: object) -> fl.Dataset:
 
 
 def multilabel() -> fl.Dataset:
-    """Digits: is it odd, is it above 4, does it hold a loop."""
+    """Return digits with three labels: is it odd, is it above 4, does it have a loop."""
     images, digits = load_digits(return_X_y=True)
     labels = np.stack([digits % 2 == 1, digits > 4, np.isin(digits, [0, 6, 8, 9])], 1)
     inputs = torch.from_numpy(images / 16).float()

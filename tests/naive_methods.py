@@ -253,7 +253,7 @@ def partialfed(
     cooling: float = 0.965,
     bias: float = 0.0,
 ) -> list[Moment]:
-    """The method without batch norm; weights and logits follow autograd.
+    """Run the method without batch norm; weights and logits follow autograd.
 
     The gradient passes through a straight-through mixture of both sources.
     """

@@ -20,7 +20,7 @@ SAMPLES = 48
 
 
 def absolute(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A user's loss."""
+    """Return the mean absolute error of each sample, as a user's loss."""
     return (outputs - targets).abs().mean(1)
 
 

@@ -56,7 +56,7 @@ class Grouped(torch.optim.SGD):
 
 
 def no_optimizer(params: Iterable[Tensor], lr: float) -> None:
-    """A function instead of a class."""
+    """Return None; an invalid function instead of an optimizer class."""
 
 
 def falling(done: int, total: int) -> float:

@@ -43,7 +43,7 @@ class WideNet(nn.Module):
 
 
 def wide_task() -> Task:
-    """The small task's six unequal clients with the wide model."""
+    """Return the small task's six unequal clients with the wide model."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return replace(

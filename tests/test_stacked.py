@@ -224,7 +224,7 @@ def test_dropout_draws_each_clients_own_masks(method: str) -> None:
 
 
 def image_task(module: nn.Module, **changes: Any) -> Task:
-    """Bytes that are normalised, from five unequal clients."""
+    """Return normalised bytes of five unequal clients."""
     draw = torch.Generator().manual_seed(2)
     images = torch.randint(0, 256, (sum(SIZES), 1, 8, 8), generator=draw, dtype=torch.uint8)
     samples = Samples(images, torch.randint(10, (sum(SIZES),), generator=draw))
@@ -390,7 +390,7 @@ def test_a_stack_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -
 
 
 def perceptron(*widths: int) -> nn.Module:
-    """Layers of these widths with ReLU between, in double precision."""
+    """Return layers of these widths with ReLU between, in double precision."""
     with torch.random.fork_rng():
         torch.manual_seed(4)
         layers: list[nn.Module] = [nn.Flatten()]

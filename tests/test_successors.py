@@ -41,7 +41,7 @@ Rounds = list[list[int]]
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """KL divergence of the softmaxes, summed over classes in a plain loop; the mean over rows."""
+    """Return the KL divergence of the softmaxes by a plain loop, as the mean over rows."""
     total = student.new_zeros(())
     for t, s in zip(teacher, student, strict=True):
         p, q = torch.softmax(t / temperature, 0), torch.softmax(s / temperature, 0)
@@ -57,7 +57,7 @@ def without_label(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def trained_with(world: World, rounds: Rounds, term: Callable[..., Any]) -> Iterator[State]:
-    """FedAvg with `term(world, logits, features, x, y, client, sent)` as the loss of each batch."""
+    """Run FedAvg with `term(world, logits, features, x, y, client, sent)` as each batch's loss."""
     state = world.initial()
     for number, clients in enumerate(rounds, start=1):
         uploads = []

@@ -41,7 +41,7 @@ def naive_umf(
     mu: float = 0.0,
     pool: bool = False,
 ) -> list[State]:
-    """FedUmf over FedAvg (uniform or by samples), FedProx (mu) or Indep (pool).
+    """Run FedUmf over FedAvg (uniform or by samples), FedProx (mu) or Indep (pool).
 
     Every client trains in every round.
     """

@@ -29,7 +29,7 @@ class Workload:
     momentum: float = 0.0
 
     def data(self) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs `[users, samples, ...]` (float32) and labels `[users, samples]` (int64)."""
+        """Return inputs `[users, samples, ...]` (float32) and labels `[users, samples]` (int64)."""
         draw = np.random.default_rng(0)
         inputs = draw.standard_normal((self.users, self.samples, *self.shape), dtype=np.float32)
         teacher = draw.standard_normal((int(np.prod(self.shape)), 10), dtype=np.float32)
@@ -37,19 +37,17 @@ class Workload:
         return inputs, labels.reshape(self.users, self.samples)
 
     def probe(self, data: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples to score the last global model: the first users, at most 2,000
-        samples.
-        """
+        """Return at most 2,000 samples of the first users, to score the last global model."""
         inputs, labels = data
         return inputs.reshape(-1, *self.shape)[:2000], labels.reshape(-1)[:2000]
 
 
 WORKLOADS = {
-    # 2NN on MNIST's shape, 100 clients of which 10 a round
+    # 2NN on MNIST's shape, 100 clients, 10 per round
     "mlp": Workload((784,), 100, 600, 10, 10, 0.01),
     # two 5x5 convolutions and a layer of 512 on CIFAR-10's shape
     "cnn": Workload((3, 32, 32), 20, 500, 10, 50, 0.01, 0.9),
-    # pfl-research's own CIFAR-10 setting: 1,000 users with 50 images each, 50 of them a round
+    # pfl-research's own CIFAR-10 setting: 1,000 users with 50 images each, 50 users per round
     "pfl": Workload((3, 32, 32), 1000, 50, 50, 10, 0.1),
 }
 
