@@ -297,21 +297,10 @@ class PeerSession:
             kinds = (CONFIRMATION,) if step % 2 else ()
         notes: dict[tuple[int, int, int, int], Note] = {}
         for letter in letters:
-            sender, note = letter.sender, read_note(letter.body, letter.sender)
-            key = Ed25519PublicKey.from_public_bytes(self.introductions[sender].verifying)
-            if not is_signed(letter.body[:-SIGNATURE], letter.body[-SIGNATURE:], key):
-                raise ProtocolViolation("altered", sender)
-            if note.ends != (sender, letter.recipient):
-                raise ProtocolViolation("misdirected", sender)
-            if note.session != self.digest:
-                raise ProtocolViolation("replayed" if note.session in past else "disagrees", sender)
-            if note.repeat != self.terms.repeat(step) or note.kind not in kinds:
-                raise ProtocolViolation("replayed", sender)
-            if len(letter.body) != (self.terms.parcel_size() if note.is_parcel else NOTE_OVERHEAD):
-                raise ProtocolViolation("invalid", sender, "a parcel of another size")
+            note = self._checked_note(step, letter, kinds, past)
             mark = (*note.ends, note.kind, note.number if note.is_parcel else 0)
             if mark in notes:
-                raise ProtocolViolation("duplicated", sender)
+                raise ProtocolViolation("duplicated", letter.sender)
             notes[mark] = note
         due = owed
         if RETURNED not in kinds:
@@ -321,18 +310,44 @@ class PeerSession:
             ]:
                 raise ProtocolViolation("missing", absent[0], "its announcement or confirmation")
         parcels = [note for note in notes.values() if note.is_parcel]
-        numbers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for note in parcels:
-            numbers[note.ends].append(note.number)
-        for pair in ends:
-            came, count = numbers[pair], due.get(pair, 0)
-            if len(came) > count:
-                raise ProtocolViolation("unannounced", pair[0])
-            if len(came) < count or max(came, default=-1) >= count:
-                raise ProtocolViolation(
-                    "missing", pair[0], f"{len(came)} of {count} layers arrived"
-                )
+        _require_numbered(parcels, ends, due)
         return parcels
+
+    def _checked_note(
+        self, step: int, letter: Letter, kinds: Collection[int], past: Collection[bytes]
+    ) -> Note:
+        """Return the note of a letter. Raise `ProtocolViolation` unless it is signed by its sender,
+        for its recipient, and belongs to this step.
+        """
+        sender, note = letter.sender, read_note(letter.body, letter.sender)
+        key = Ed25519PublicKey.from_public_bytes(self.introductions[sender].verifying)
+        if not is_signed(letter.body[:-SIGNATURE], letter.body[-SIGNATURE:], key):
+            raise ProtocolViolation("altered", sender)
+        if note.ends != (sender, letter.recipient):
+            raise ProtocolViolation("misdirected", sender)
+        if note.session != self.digest:
+            raise ProtocolViolation("replayed" if note.session in past else "disagrees", sender)
+        if note.repeat != self.terms.repeat(step) or note.kind not in kinds:
+            raise ProtocolViolation("replayed", sender)
+        if len(letter.body) != (self.terms.parcel_size() if note.is_parcel else NOTE_OVERHEAD):
+            raise ProtocolViolation("invalid", sender, "a parcel of another size")
+        return note
+
+
+def _require_numbered(
+    parcels: Iterable[Note], ends: Sequence[tuple[int, int]], due: Mapping[tuple[int, int], int]
+) -> None:
+    """Raise `ProtocolViolation` unless each pair has its number of parcels, numbered from 0."""
+    numbers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for note in parcels:
+        numbers[note.ends].append(note.number)
+    for pair in ends:
+        arrived, count = numbers[pair], due.get(pair, 0)
+        if len(arrived) > count:
+            raise ProtocolViolation("unannounced", pair[0])
+        if len(arrived) < count or max(arrived, default=-1) >= count:
+            text = f"{len(arrived)} of {count} layers arrived"
+            raise ProtocolViolation("missing", pair[0], text)
 
 
 @dataclass(frozen=True)
