@@ -94,7 +94,7 @@ def averaging_first(figures: Figures, memory: Memory, threshold: float, limit: f
 
 
 Rule = Callable[[Figures, Memory], float]
-RULES: dict[str, tuple[float, Rule]] = {  # with the pace of the memory: 0.2 is five rounds, 1 none
+RULES: dict[str, tuple[float, Rule]] = {  # pace of the memory (0.2: five rounds, 1: none), rule
     "p, smoothed over five rounds": (0.2, lambda f, m: m.noise(f)),
     "c(0.1)": (0.2, lambda f, m: cap(f, 0.1)),
     "averaging until p < 0.1, then c(0.1)": (0.2, lambda f, m: averaging_first(f, m, 0.1, 0.1)),

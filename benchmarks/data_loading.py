@@ -116,8 +116,7 @@ def _batches() -> list[tuple[str, np.ndarray, np.ndarray]]:
 def write_python(folder: Path) -> None:
     """Write CIFAR-10's six Python batches, 10,000 random images each."""
     for name, pixels, labels in _batches():
-        # The authors' files hold the pixels as one byte string; of Python 3's protocols 4 does so
-        # too.
+        # The authors' files hold the pixels as one byte string, as protocol 4 does.
         (folder / name).write_bytes(
             pickle.dumps({"data": pixels, "labels": labels.tolist()}, protocol=4)
         )

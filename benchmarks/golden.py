@@ -4,17 +4,17 @@
     python benchmarks/golden.py compare OLD NEW [--names MAP] [--only TEXT] [--examples 3]
     python benchmarks/golden.py resume OLD [--names MAP]
 
-`record` writes `OUT/golden.jsonl`, one line for each case, sorted by its key, and leaves halted
-runs under `OUT/checkpoints`, with `OUT/checkpoints.jsonl` saying what the whole runs give.
-A case is an expression in a setting on an engine. Its line holds digests of the server's state,
-of the global model, of its integer buffers and of every client's memory, all lines of the history
-and of the client history, and how often each random stream was opened (in this process: those of
-workers are not seen); or the error that refused or ended the run.
+`record` writes `OUT/golden.jsonl`, one line for each case, sorted by its key. It leaves halted runs
+under `OUT/checkpoints`, and writes the results of the whole runs to `OUT/checkpoints.jsonl`. A case
+is an expression in a setting on an engine. Its line holds digests of the server's state, the global
+model, its integer buffers and every client's memory. It also holds all lines of the history and the
+client history, and the number of openings of each random stream in this process, without workers.
+For a refused or failed run it holds the error.
 
-`compare` groups the differences of two recordings by what differs. `--names` names a JSON object
-of regular expressions and their replacements, which rename the tensors of OLD first; those of
-client memory without the number of the client.
-`resume` goes on from the checkpoints of an older recording with the present code.
+`compare` groups the differences of two recordings by kind. `--names` names a JSON object of regular
+expressions and their replacements, which rename the tensors of OLD first. The names in client
+memory omit the number of the client. `resume` continues from the checkpoints of an older recording
+with the present code.
 
 Another source tree: PYTHONPATH=/path/to/tree/src python benchmarks/golden.py record OUT
 """
@@ -60,11 +60,11 @@ Record = dict[str, Any]
 
 ROUNDS = 4
 HALT = 2
-"""After so many rounds the runs end whose checkpoints are kept."""
+"""The halted runs end after this number of rounds."""
 
 FEATURES, HIDDEN, CLASSES = 4, 5, 3
 SIZES = (5, 9, 12, 6, 10, 8, 4, 13, 9)
-"""Samples of the clients, of which 30 % test: 3, 6, 8, 4, 7, 5, 2, 9 and 6 train."""
+"""Samples of the clients; 30 % are for tests: 3, 6, 8, 4, 7, 5, 2, 9 and 6 train."""
 
 MODELS = ("plain", "norm", "frozen", "float32")
 CLOCK = {"speed": "stragglers(100, 10)"}
@@ -82,7 +82,7 @@ SCHEDULES: Mapping[str, Record] = {
     "newcomers": {"awaited": 5, "new_clients": 0.3},
     "pool": {"awaited": 5, "pool_budget": 100},
 }
-"""Who takes part, by a name: arguments of `Schedule`, and how many replies are awaited."""
+"""Participation by name: arguments of `Schedule`, and the number of awaited replies."""
 
 SINGLES = (
     "afl", "afl(mean_of_iterates=false)", "apfl", "apfl(adaptive=true)", "apfl(buffers=average)",
@@ -104,7 +104,7 @@ SINGLES = (
     "pfedme(regularisation=1.0, beta=0.5)", "qfedavg(q=0.1)", "scaffold",
     "scaffold(option=1, server_learning_rate=0.5)", "scaffold_feddc", "silobn",
 )  # fmt: skip
-"""Methods that need no other inside."""
+"""Methods without inner methods."""
 
 WRAPPERS = (
     "umf({})",
@@ -156,10 +156,10 @@ INSIDE = (
     "fedgen(generator_steps=2, generator_batch=4, noise=2, hidden=4)", "feddyn", "fedmut", "ditto",
     "fedadam", "moon",
 )  # fmt: skip
-"""Methods that every wrapper is put around."""
+"""Inner methods for every wrapper."""
 
 INSIDE_TWO = ("fedavg", "scaffold", "fedavg(weighted=false)", "fedmr", "fedprox(mu=0.1)", "fedrep")
-"""Methods that two wrappers are put around, in turn."""
+"""Inner methods for pairs of wrappers, in turn."""
 
 OUTER = (
     "umf({})", "ala({}, max_epochs=3)", "clustered({})", "clustered({}, by=size)",
@@ -171,10 +171,10 @@ OUTER = (
     "fedasync({})", "fedmr(local={})", "fedmr_async(k=3, local={})", "fedntd({})", "fedlc({})",
     "feddecorr({})", "power_of_choice({})",
 )  # fmt: skip
-"""Wrappers that are put around each other, in both orders and around themselves."""
+"""Wrappers for pairs, in both orders and around themselves."""
 
 TRIPLES_EVERY = 89
-"""Of all triples of outer wrappers, each of this number of them is run."""
+"""One of this number of triples of outer wrappers is run."""
 
 NESTINGS = (
     "stages(fedprox(mu=0.01):1, fedmr)",
@@ -268,7 +268,7 @@ NESTINGS = (
     "fedmr(unit=wrong)",
     "ala(fedavg, percent=200)",
 )  # fmt: skip
-"""Nestings of every sort, and a few that cannot be built."""
+"""Nestings of every sort, and a few invalid ones."""
 
 ELSEWHERE = (
     "fedavg", "scaffold", "fedmr", "fedrep",
@@ -284,7 +284,7 @@ ELSEWHERE = (
     "fedntd(fedlc(fedavg))", "feddecorr(ala(fedmr, max_epochs=3))", "power_of_choice(fedavg)",
     "power_of_choice(umf(fedlc(scaffold)))", "fedmr(local=fedprox(mu=0.1))",
 )  # fmt: skip
-"""What runs on the other engines too."""
+"""Expressions for the other engines too."""
 
 HALTED: Sequence[tuple[str, str, str]] = (
     ("fedavg", "plain", "some"), ("scaffold", "norm", "some"), ("fedmr", "norm", "some"),
@@ -325,7 +325,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Return a name that no other case has."""
+        """Return a unique name of the case."""
         return f"{self.expression} | {self.model}, {self.schedule}, {self.engine}"
 
 
@@ -379,17 +379,17 @@ def twice_wrapped_cases() -> Iterator[Case]:
 
 
 def elsewhere_cases(engine: str) -> Iterator[Case]:
-    """Yield what runs on another engine than rows."""
+    """Yield the cases of other engines than rows."""
     for number, expression in enumerate(ELSEWHERE):
         yield Case(expression, ("plain", "norm")[number % 2], "all", engine)
 
 
 @cache
 def task_of(kind: str) -> Task:
-    """Return unequal clients with random data and test data of their own.
+    """Return unequal clients with random data and test data.
 
-    `kind` is plain, norm (batch norm), frozen (a bias that does not train) or float32, which has
-    a ReLU in place of the others' tanh.
+    `kind` is plain, norm (batch norm), frozen (a bias that does not train) or float32. Models have
+    tanh, except float32 with a ReLU.
     """
     generator = torch.Generator().manual_seed(11)
     dtype = torch.float32 if kind == "float32" else torch.float64
@@ -446,7 +446,7 @@ def schedule_of(name: str) -> Schedule:
 
 @cache
 def build_function() -> Callable[[str], Any]:
-    """Return what builds methods from expressions, from where it is in the present code."""
+    """Return the present code's function that builds methods from expressions."""
     for module in ("fedloom.algorithms.building", "fedloom.parts.building"):
         with suppress(ModuleNotFoundError):
             function: Callable[[str], Any] = importlib.import_module(module).build
@@ -456,12 +456,12 @@ def build_function() -> Callable[[str], Any]:
 
 @dataclass
 class Streams:
-    """A count of the random streams that are opened in this process."""
+    """Counts the random streams that are opened in this process."""
 
     opened: Counter[str] = field(default_factory=Counter)
 
     def listen(self) -> None:
-        """Replace the functions that open streams, wherever they have been imported to."""
+        """Replace the functions that open streams in all modules that import them."""
         kinds = {"stream": "", "numpy_stream": "numpy ", "global_stream": "global "}
         counting = {}
         for name, kind in kinds.items():
@@ -498,7 +498,7 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def figures_of(federation: Federation) -> Record:
-    """Return all that is compared of a federation after its last round."""
+    """Return all compared values of a federation after its last round."""
     target: Any = federation
     new = hasattr(target, "server_state")
     state = target.server_state() if new else target.algorithm.full_state()
@@ -514,14 +514,14 @@ def figures_of(federation: Federation) -> Record:
 
 
 def make_federation(case: Case, directory: Path | None = None) -> Federation:
-    """Return the federation of a case, which goes on where the directory holds a checkpoint."""
+    """Return the federation of a case; it continues if the directory holds a checkpoint."""
     method = build_function()(case.expression)
     task, engine = task_of(case.model), engine_of(case.engine, case.model)
     return Federation(method, task, engine, schedule_of(case.schedule), directory)
 
 
 def run_case(case: Case, streams: Streams) -> Record:
-    """Return the line of a case: its figures, or the error that refused it or ended it."""
+    """Return the line of a case: its figures, or the error of a refused or failed run."""
     streams.opened.clear()
     line: Record = {"key": case.key}
     federation: Federation | None = None
@@ -545,14 +545,14 @@ def write_lines(path: Path, lines: Iterable[Record]) -> None:
 
 
 def read_lines(path: Path, only: str = "") -> dict[str, Record]:
-    """Return the records of a file, if there is one, whose keys hold `only`, by their keys."""
+    """Return the records of a file, if it exists, with `only` in their keys, by their keys."""
     text = path.read_text() if path.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
     return {line["key"]: line for line in lines if only in line["key"]}
 
 
 def record(out: Path, only: str, engines: Sequence[str]) -> None:
-    """Record all cases whose key holds `only`, and the halted runs."""
+    """Record all cases with `only` in their key, and the halted runs."""
     began = time.perf_counter()
     cases = [case for case in every_case() if only in case.key and case.engine in engines]
     for case in cases:
@@ -572,7 +572,7 @@ def record(out: Path, only: str, engines: Sequence[str]) -> None:
 
 
 def record_checkpoints(out: Path) -> None:
-    """Halt runs after some rounds, and keep their directories and what whole runs give."""
+    """Halt runs after some rounds; store their directories and the results of whole runs."""
     folder = out / "checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
     lines = []
@@ -593,7 +593,7 @@ def record_checkpoints(out: Path) -> None:
 
 
 def resume(out: Path, names: Path | None) -> int:
-    """Resume copies of halted runs, and compare their ends with those of whole runs."""
+    """Resume copies of halted runs, and compare their ends with whole runs."""
     renames = read_renames(names)
     differences: dict[str, list[str]] = defaultdict(list)
     expected = read_lines(out / "checkpoints.jsonl")
@@ -608,7 +608,7 @@ def resume(out: Path, names: Path | None) -> int:
 
 
 def resumed_differences(case: Case, directory: Path, expected: Record) -> Iterator[str]:
-    """Yield how a run that goes on in the directory ends differently."""
+    """Yield the differences at the end of a run that continues in the directory."""
     try:
         federation = make_federation(case, directory)
         finished = len(federation.history)
@@ -622,7 +622,10 @@ def resumed_differences(case: Case, directory: Path, expected: Record) -> Iterat
 
 
 def compare(old: Path, new: Path, names: Path | None, only: str, examples: int) -> int:
-    """Print how two recordings differ in cases whose key holds `only`; return 1 if they do."""
+    """Print the differences of two recordings; return 1 if any.
+
+    Only cases with `only` in their key are compared.
+    """
     renames = read_renames(names)
     differences: dict[str, list[str]] = defaultdict(list)
     total = 0
@@ -640,13 +643,13 @@ def compare(old: Path, new: Path, names: Path | None, only: str, examples: int) 
 
 
 def read_renames(path: Path | None) -> dict[str, str]:
-    """Return the replacements of a JSON file, if there is one."""
+    """Return the replacements of a JSON file, if it exists."""
     renames: dict[str, str] = {} if path is None else json.loads(path.read_text())
     return renames
 
 
 def renamed(line: Record, renames: Mapping[str, str]) -> Record:
-    """Return a line whose tensors have other names."""
+    """Return a line with renamed tensors."""
     changed = dict(line)
     for part in ("state", "memory"):
         if part in line:
@@ -655,7 +658,7 @@ def renamed(line: Record, renames: Mapping[str, str]) -> Record:
 
 
 def rename(name: str, renames: Mapping[str, str]) -> str:
-    """Return a name after all replacements, one after another; a client's number stays."""
+    """Return a name after all replacements, one after another; a client's number is unchanged."""
     client, slash, own = name.rpartition("/")
     for pattern, replacement in renames.items():
         own = re.sub(pattern, replacement, own)
@@ -690,7 +693,7 @@ def all_differences(old: Record, new: Record) -> Iterator[str]:
 
 
 def tensor_differences(part: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
-    """Yield names that are missing, extra or have another digest; any client is `#`."""
+    """Yield names that are missing, extra or have another digest; `#` replaces each client."""
     for name in sorted(old.keys() | new.keys()):
         general = re.sub(r"^\d+/", "#/", name) if part == "memory" else name
         if name not in new:
@@ -702,7 +705,7 @@ def tensor_differences(part: str, old: Mapping[str, str], new: Mapping[str, str]
 
 
 def history_differences(part: str, old: Sequence[Record], new: Sequence[Record]) -> Iterator[str]:
-    """Yield the keys of the records that differ."""
+    """Yield the keys of records with differences."""
     if len(old) != len(new):
         yield f"{part}: another number of lines"
     for before, after in zip(old, new, strict=False):
@@ -714,12 +717,12 @@ def history_differences(part: str, old: Sequence[Record], new: Sequence[Record])
 
 
 def as_json(value: object) -> str:
-    """Return a value as text, in which undefined numbers are equal."""
+    """Return a value as text; undefined numbers are equal."""
     return json.dumps(value, sort_keys=True)
 
 
 def stream_differences(old: Mapping[str, int], new: Mapping[str, int]) -> Iterator[str]:
-    """Yield the purposes of streams that only one recording opens, or that it opens more often."""
+    """Yield the purposes of streams with different numbers of openings."""
     for name in sorted(old.keys() | new.keys()):
         purpose = name.partition(" | ")[0]
         if name not in new or name not in old:
@@ -742,7 +745,7 @@ def tell(differences: Mapping[str, Sequence[str]], total: int, examples: int) ->
 
 
 def main() -> int:
-    """Read the command line and do what it says."""
+    """Read and execute the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,13 +1,12 @@
-"""Do the successors help? Two groups of methods on digits, MNIST and CIFAR-10, with clean and with
-wrong training labels.
+"""Compare successors of FedMR on digits, MNIST and CIFAR-10, with clean and wrong labels.
 
-The first group is compared by the global model on the test set, some of it also three times as long
-with wrong labels on digits. The second, whose methods make a model for each client, is compared by
-the clients' own models on their own test samples. Twenty clients, ten a round, Dirichlet 0.1 and
-0.5, all labels right or 40 % of the training labels replaced by uniform ones; of MNIST's and
-CIFAR-10's training images the first 6,000, of the test images all. Every method has its own
-defaults and the same learning rate, 0.1. A run is one line of the record, appended when it ends:
-started again, the script goes on with the runs that are missing.
+The first group of methods is compared by the global model on the test set. Some of its runs are
+also three times as long, with wrong labels on digits. The second group makes a model for each
+client and is compared by these models on the clients' own test samples. Twenty clients, ten per
+round, Dirichlet 0.1 and 0.5; all labels are right, or uniform labels replace 40 % of the training
+labels. MNIST and CIFAR-10 have their first 6,000 training images and all test images. Every method
+has its own defaults and the same learning rate, 0.1. A finished run adds one line to the record. A
+restarted script continues with the missing runs.
 
     python benchmarks/successors.py [--mnist FOLDER] [--cifar FOLDER] [--record FILE]    # digits an hour of one core, then more
     python benchmarks/successors.py --tables                                              # only print
@@ -57,7 +56,7 @@ SAMPLES, EVALUATIONS, LAST, LONGER = 6000, 10, 3, 3
 
 
 class Cell(NamedTuple):
-    """One run; `noise` is the share of the training labels that are replaced by uniform ones."""
+    """One run; `noise` is the share of training labels that uniform ones replace."""
 
     group: str
     data: str
@@ -68,8 +67,9 @@ class Cell(NamedTuple):
 
 
 def plan() -> Iterator[Cell]:
-    """All runs: data set by data set, and seed by seed, so that what is there early covers every
-    method.
+    """Return all runs: data set by data set, and seed by seed.
+
+    Early results then cover every method.
     """
     for data, seed, noise, partition, group in product(
         SETS, range(SEEDS), reversed(NOISES), PARTITIONS, GROUPS
@@ -84,8 +84,9 @@ def rounds_of(data: str, group: str) -> int:
 
 
 def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
-    """Run one cell. The accuracy is that of the test set, or of the clients' own models on their
-    own test samples.
+    """Run one cell.
+
+    The accuracy is on the test set, or by the clients' own models on their own test samples.
     """
     model, rounds = SETS[cell.data][0], rounds_of(cell.data, cell.group)
     task = fl.make_task(
@@ -119,7 +120,7 @@ def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
 
 
 def recorded(path: Path) -> dict[Cell, dict[str, Any]]:
-    """Return the runs that have ended."""
+    """Return the finished runs."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {Cell(*(run[name] for name in Cell._fields)): run for run in map(json.loads, lines)}
 
@@ -140,10 +141,10 @@ PAIRS = (
 
 
 def distillation(done: dict[Cell, dict[str, Any]]) -> None:
-    """Print by how many points distillation and recombination end ahead, over all runs with wrong
-    labels of both methods.
+    """Print the lead of distillation and recombination at the end, in points.
 
-    In brackets: in how many of the runs, and the same by the best evaluations.
+    It covers all runs with wrong labels of both methods. The brackets hold the number of runs with
+    a lead, and the same by the best evaluations.
     """
     print(f"\n| data, rounds | {' | '.join(f'{method} over {other}' for method, other in PAIRS)} |")
     print("|---" * (len(PAIRS) + 1) + "|")
@@ -172,8 +173,8 @@ def distillation(done: dict[Cell, dict[str, Any]]) -> None:
 def tables(done: dict[Cell, dict[str, Any]]) -> None:
     """Print a table for each group and data set.
 
-    It has the mean of each setting over seeds, and, over the settings and seeds in which every
-    method has run, the mean of the best evaluations, the mean rank and the difference from FedAvg
+    It has the mean of each setting over seeds. Over the settings and seeds with runs of every
+    method, it has the mean of the best evaluations, the mean rank, and the difference from FedAvg
     with both paired tests, corrected by Holm.
     """
     cells = list(plan())

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
+if __name__ == "__main__":  # pytest adds this folder automatically
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mutants.planted import MUTANTS, Mutant
