@@ -4,8 +4,8 @@ The script downloads and copies nothing: pass the folders of your clones. Reposi
 packages that a round does not use (torchvision, wandb, tqdm, ...). Empty stand-ins replace those
 that are not installed.
 
-    python benchmarks/authors.py --fedbabu FOLDER --fedproto FOLDER --fedntd FOLDER --ifca FOLDER --fedpac FOLDER --fedas FOLDER
-                                 --pfedfda FOLDER
+    python benchmarks/authors.py --fedbabu FOLDER --fedproto FOLDER --fedntd FOLDER --ifca FOLDER
+        --fedpac FOLDER --fedas FOLDER --pfedfda FOLDER
 
     FedBABU    https://github.com/jhoon-oh/FedBABU      (read at e34c15b)
     FedProto   https://github.com/yuetan031/FedProto    (97e42e2)

@@ -5,8 +5,9 @@ the settings of digits on which FedMR fails or is slow, settings with wrong labe
 and two settings of MNIST. They have twenty clients, ten per round, and three seeds. A finished run
 adds one line to the record. A restarted script continues with the missing runs.
 
-    python benchmarks/blend.py [--mnist FOLDER] [--record FILE]     # half an hour of one core; an hour with MNIST
-    python benchmarks/blend.py --tables                             # only print
+    # half an hour of one core; an hour with MNIST
+    python benchmarks/blend.py [--mnist FOLDER] [--record FILE]
+    python benchmarks/blend.py --tables  # only print
 """
 
 from __future__ import annotations

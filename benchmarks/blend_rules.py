@@ -8,8 +8,9 @@ mean update. The mean by samples gets the share b of each model after recombinat
 Settings, FedAvg, FedMR, two stages and `blend=auto` are from the map (records/map.jsonl). A
 finished run adds one line to the record. A restarted script continues with the missing runs.
 
-    python benchmarks/blend_rules.py [--only WORDS] [--mnist FOLDER] [--record FILE]     # three hours of one core in all
-    python benchmarks/blend_rules.py --tables                                            # only print
+    # three hours of one core in all
+    python benchmarks/blend_rules.py [--only WORDS] [--mnist FOLDER] [--record FILE]
+    python benchmarks/blend_rules.py --tables  # only print
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ new store resumes the run, every model is checked, and the store's operations ar
 claim, 1,000 ResNet-18 in 4 GiB, needs some 60 GB of disk (`--clients 1000 --turns 1`). The default
 shows the same in little time.
 
-    python benchmarks/client_store.py [--clients 100] [--model wide|resnet18] [--budget-mb 400] [--participants 10] [--turns 2]
+    python benchmarks/client_store.py [--clients 100] [--model wide|resnet18] [--budget-mb 400]
+        [--participants 10] [--turns 2]
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class InTurn(Part):
 def small_data(clients: int, model: str) -> Task:
     """Return a task with two random samples per client and one step.
 
-    It measures the store and not the training. The `wide` net has the size of ResNet-18, 11.2 million
-    parameters, and trains in a hundredth of the time.
+    It measures the store and not the training. The `wide` net has 11.2 million parameters,
+    as ResNet-18, and trains in a hundredth of the time.
     """
     draw = torch.Generator().manual_seed(0)
     shape = (3, 32, 32) if model == "resnet18" else (784,)

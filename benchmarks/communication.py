@@ -7,7 +7,8 @@ a few rounds, in units of one model. FedGen sends no generator in the first roun
 return a count for each class, which the paper omits. Times are medians over the rounds after the
 first, in milliseconds: a client's whole turn, and the server's half of the round.
 
-    python benchmarks/communication.py [--rounds 5] [--clients 20] [--participation 0.5] [--data digits] [--model mlp]
+    python benchmarks/communication.py [--rounds 5] [--clients 20] [--participation 0.5]
+        [--data digits] [--model mlp]
 """
 
 from __future__ import annotations

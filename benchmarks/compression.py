@@ -3,7 +3,8 @@
 Twenty clients, half of them in a round, Dirichlet 1.0. Each line is the mean over the seeds that
 reach the accuracy in the given rounds. It also gives the number of these seeds.
 
-    python benchmarks/compression.py [--data digits] [--samples N] [--rounds 150] [--seeds 3] [--target 0.95]
+    python benchmarks/compression.py [--data digits] [--samples N] [--rounds 150] [--seeds 3]
+        [--target 0.95]
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Compare a FedAvg round in each engine with the same SGD steps on one bare module.
 
-    python benchmarks/engines.py [--engines rows,stacked,default] [--tasks mlp,logistic] [--clients 10,100] [--rounds 5]
-    python benchmarks/engines.py --engines rows,default --tasks digits_mlp,digits_cnn,digits_logistic --clients 20
-    python benchmarks/engines.py --engines rows,stacked --tasks digits_mlp --clients 20 --methods "fedavg;fedprox;scaffold"
+    python benchmarks/engines.py [--engines rows,stacked,default] [--tasks mlp,logistic]
+        [--clients 10,100] [--rounds 5]
+    python benchmarks/engines.py --engines rows,default
+        --tasks digits_mlp,digits_cnn,digits_logistic --clients 20
+    python benchmarks/engines.py --engines rows,stacked --tasks digits_mlp --clients 20
+        --methods "fedavg;fedprox;scaffold"
 
 All figures are seconds from one run on one machine. The bare steps run as a user writes them, in a
 separate process on equally many threads, twice. `bare_s` uses the C library's default allocator and

@@ -1,7 +1,8 @@
 """Processor seconds and memory of a round's exchange, with one training step per client.
 
-    python benchmarks/exchange.py [--clients 10,1500] [--methods fedavg,fedmr,scaffold] [--rounds 5]
-    PYTHONPATH=OTHER/src python benchmarks/exchange.py        # the same of another checkout, to compare
+    python benchmarks/exchange.py [--clients 10,1500] [--methods fedavg,fedmr,scaffold]
+        [--rounds 5]
+    PYTHONPATH=OTHER/src python benchmarks/exchange.py  # the same of another checkout, to compare
 
 The second command measures another checkout for comparison. A separate process measures each line:
 the minimum processor seconds of a round after the first, with every reply and with a tenth of the

@@ -7,7 +7,8 @@ best accuracy over rounds on the clients' own test data. MNIST is cut to `--samp
 every method and seed completes its rounds on a small machine. Digits (8x8) is complete and has its
 own small CNN.
 
-    python benchmarks/fedala_tables.py --mnist FOLDER [--samples 10000] [--rounds 20] [--digits-rounds 60] [--seeds 3]
+    python benchmarks/fedala_tables.py --mnist FOLDER [--samples 10000] [--rounds 20]
+        [--digits-rounds 60] [--seeds 3]
 """
 
 from __future__ import annotations

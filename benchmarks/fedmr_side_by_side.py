@@ -7,11 +7,16 @@ continues from its checkpoint the next time. At the end, every run's figures are
 
     cnn        FedAvg and FedMR with the CNN, four distributions, two seeds, 1,000 rounds
     resnet     both with ResNet-20, Dirichlet 0.1 and IID, one seed
-    ablation   FedMR with the CNN at Dirichlet 0.1 through 500 rounds: layers for tensors, weight decay, pixels, smallest client
-    others     FedProx, SCAFFOLD, MOON, FedGen and CluSamp with the CNN, Dirichlet 0.1 and IID, 500 rounds
+    ablation   FedMR with the CNN at Dirichlet 0.1 through 500 rounds: layers for tensors,
+               weight decay, pixels, smallest client
+    others     FedProx, SCAFFOLD, MOON, FedGen and CluSamp with the CNN, Dirichlet 0.1
+               and IID, 500 rounds
 
-    python benchmarks/fedmr_side_by_side.py --data FOLDER --groups cnn,ablation --jobs 16 --device cuda --minutes 9
-    python benchmarks/fedmr_side_by_side.py --data FOLDER --groups cnn --jobs 2 --rounds 2 --minutes 5      # a trial
+    python benchmarks/fedmr_side_by_side.py --data FOLDER --groups cnn,ablation --jobs 16
+        --device cuda --minutes 9
+    # a trial
+    python benchmarks/fedmr_side_by_side.py --data FOLDER --groups cnn --jobs 2 --rounds 2
+        --minutes 5
 """
 
 from __future__ import annotations

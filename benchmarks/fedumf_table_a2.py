@@ -12,7 +12,8 @@ is FedDC with training of every client in each round. The server's sums include 
 updates of idle clients, although these clients upload nothing. FedDC's code stores them for all
 clients in one array and averages the array, so a simulation based on it does this by default.
 
-    python benchmarks/fedumf_table_a2.py --mnist FOLDER [--seeds 3] [--rounds 120] [--part mnist|synthetic|all]
+    python benchmarks/fedumf_table_a2.py --mnist FOLDER [--seeds 3] [--rounds 120]
+        [--part mnist|synthetic|all]
 """
 
 from __future__ import annotations

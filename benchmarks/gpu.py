@@ -1,6 +1,7 @@
 """Compare rounds of stacked clients with rounds client by client on a GPU.
 
-    python benchmarks/gpu.py [--device cuda] [--tasks mlp,resnet20] [--clients 10,100] [--rounds 5] [--autocast bfloat16]
+    python benchmarks/gpu.py [--device cuda] [--tasks mlp,resnet20] [--clients 10,100]
+        [--rounds 5] [--autocast bfloat16]
 
 The script also measures the share of the card's peak. The engines run in turn in one process, round
 by round; the first round of each is a warm-up.

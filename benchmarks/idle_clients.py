@@ -3,7 +3,8 @@
 These are the idle clients that the next round selects; the results are equal bit for bit. With 10 %
 of 100 clients in a round, every round could train 90 idle clients and needs about 9.
 
-    python benchmarks/idle_clients.py [--rounds 20] [--clients 100] [--participation 0.1] [--model mlp]
+    python benchmarks/idle_clients.py [--rounds 20] [--clients 100] [--participation 0.1]
+        [--model mlp]
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ mean cosine similarity, and the variance S of the models and U of their updates 
 progress T. The tables show how well each predicts, early in a run, the better method at its end. A
 limit chosen on some settings is tested on others.
 
-    python benchmarks/map.py [--mnist FOLDER] [--minutes 60] [--record FILE]    # continues where it ended; about five core-hours
-    python benchmarks/map.py --tables                                           # only print
-    python benchmarks/map.py --draw FILE.svg                                    # draw the map (extra `images`)
+    # continues where it ended; about five core-hours
+    python benchmarks/map.py [--mnist FOLDER] [--minutes 60] [--record FILE]
+    python benchmarks/map.py --tables  # only print
+    python benchmarks/map.py --draw FILE.svg  # draw the map (extra `images`)
 """
 
 from __future__ import annotations

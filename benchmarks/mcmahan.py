@@ -6,8 +6,9 @@ first guess until both neighbours of the best rate are worse. A run ends when it
 best so far. The other seeds run at the rate of the first one. The ablation repeats this for other
 pixels and other starts.
 
-    python benchmarks/mcmahan.py --mnist FOLDER [--runs FOLDER] [--only WORDS] [--minutes 60]    # continues where it ended
-    python benchmarks/mcmahan.py --tables                                                       # only print
+    # continues where it ended
+    python benchmarks/mcmahan.py --mnist FOLDER [--runs FOLDER] [--only WORDS] [--minutes 60]
+    python benchmarks/mcmahan.py --tables  # only print
 
 A finished run adds one line to the record; unfinished runs continue from their checkpoint in
 `--runs`.

@@ -8,7 +8,8 @@ unchanged; `must_mb` counts both. Server: work on models of VGG-16's size, over 
 `over_mb` is the peak above the memory after the imports, without the pages of program files that
 were loaded later.
 
-    python benchmarks/memory.py [--tasks cnn,vgg16] [--engines rows,stacked] [--rounds 2] [--models 20]
+    python benchmarks/memory.py [--tasks cnn,vgg16] [--engines rows,stacked] [--rounds 2]
+        [--models 20]
 """
 
 from __future__ import annotations

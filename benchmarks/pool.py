@@ -11,7 +11,8 @@ test samples. The server's work then dominates.
 - `files_gb`: largest size of the run's directory.
 - `model`: digest of the last global model.
 
-    python benchmarks/pool.py [--model vgg16] [--clients 100] [--rounds 3] [--budget 4GiB] [--directory .] [--only files]
+    python benchmarks/pool.py [--model vgg16] [--clients 100] [--rounds 3] [--budget 4GiB]
+        [--directory .] [--only files]
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Write records for the page on faithfulness from runs of `fedloom run`, finished or not.
 
-    python benchmarks/record_runs.py fedmr.table-1 benchmarks/records/fedmr_table_1/runs --command "fedloom run ..."
+    python benchmarks/record_runs.py fedmr.table-1 benchmarks/records/fedmr_table_1/runs
+        --command "fedloom run ..."
 
 Every run below the folder is assigned to the cell of the table or figure with the least different
 settings. Runs that differ in other settings are other experiments: each has a separate record.

@@ -2,7 +2,8 @@
 
 Multiply-adds are compared with a large product, bytes with a copy.
 
-    python benchmarks/roofline.py [--engines rows,stacked] [--tasks mlp,cnn] [--clients 10] [--rounds 8] [--threads 1]
+    python benchmarks/roofline.py [--engines rows,stacked] [--tasks mlp,cnn] [--clients 10]
+        [--rounds 8] [--threads 1]
 
 - `gflop_s`: matrix products and convolutions, with two operations per multiply-add.
 - `gb_s`: bytes of the weights. Each step reads them forward and backward, and reads and writes them

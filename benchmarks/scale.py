@@ -9,7 +9,8 @@ above its memory before the task was made. SCAFFOLD, with a memory of one model 
 beside FedAvg.
 
     python benchmarks/scale.py [--rounds 20] [--clients 1000,10000,100000,1000000]
-    python benchmarks/scale.py --model mlp --clients 1000000 --participants 100,1000,10000 --rounds 2
+    python benchmarks/scale.py --model mlp --clients 1000000 --participants 100,1000,10000
+        --rounds 2
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ fastest (`stragglers(1000, 10)` samples per second, 1 MB/s down, 250 kB/s up). E
 and standard deviation over the seeds that reached the target. Every method may send equally many
 models: asynchronous ones, which receive k at a time, have 10 / k times the rounds.
 
-    python benchmarks/stragglers.py [--data digits] [--samples N] [--rounds 60] [--seeds 5] [--target 0.8]
+    python benchmarks/stragglers.py [--data digits] [--samples N] [--rounds 60] [--seeds 5]
+        [--target 0.8]
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ labels. MNIST and CIFAR-10 have their first 6,000 training images and all test i
 has its own defaults and the same learning rate, 0.1. A finished run adds one line to the record. A
 restarted script continues with the missing runs.
 
-    python benchmarks/successors.py [--mnist FOLDER] [--cifar FOLDER] [--record FILE]    # digits an hour of one core, then more
-    python benchmarks/successors.py --tables                                              # only print
+    # one core-hour for digits, more for the others
+    python benchmarks/successors.py [--mnist FOLDER] [--cifar FOLDER] [--record FILE]
+    python benchmarks/successors.py --tables  # only print
 """
 
 from __future__ import annotations

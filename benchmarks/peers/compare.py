@@ -7,7 +7,8 @@ core per actor. `--environments FOLDER` holds one environment for each: `pfl`, `
 turns, `--repeats` times. A framework's figure is the minimum over the turns of the median over its
 counted rounds. Other work on the machine affects this figure least.
 
-    python benchmarks/peers/compare.py --environments /tmp/peers --install [--workloads mlp,cnn,pfl] [--rounds 8] [--repeats 3]
+    python benchmarks/peers/compare.py --environments /tmp/peers --install
+        [--workloads mlp,cnn,pfl] [--rounds 8] [--repeats 3]
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ Copy this file into your project.
 
 A trace is a folder:
 
-    recorded.jsonl                        a line a round: which clients trained, in order, and their numbers of samples
-    recorded/round-0000001.safetensors    the tensors of round 1, each called steps/CLIENT/STAGE/ROLE/TENSOR
+    recorded.jsonl                      one line per round: the clients that trained, in order,
+                                        and their numbers of samples
+    recorded/round-0000001.safetensors  the tensors of round 1, each with the name
+                                        steps/CLIENT/STAGE/ROLE/TENSOR
 
 STAGE is `in` or `out` (received and sent tensors; ROLE is `model`, or the name in the method), or
 the number of a local step, from 0. A step has the ROLEs `before` and `after` (the weights),
