@@ -294,7 +294,7 @@ def detached(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("metrics", [(), ("accuracy",)])
 def test_a_loss_without_gradient_is_refused(metrics: tuple[str, ...]) -> None:
-    with pytest.raises(FedloomError, match="a loss without gradient: compute it with torch"):
+    with pytest.raises(FedloomError, match="a loss without gradient: compute the loss with torch"):
         fl.run("fedavg", task(detached, metrics), **OPTIONS)
 
 

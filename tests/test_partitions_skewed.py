@@ -308,7 +308,7 @@ def test_pathological_takes_one_sample_a_part_and_refuses_fewer() -> None:
     labels = np.repeat(np.arange(3), 4)
     assert (make("pathological", labels, 4, classes_per_client=3).histogram(labels, 3) == 1).all()
     with pytest.raises(
-        InvalidValue, match=r"5 of 5 clients must share class number 0, which has 4 samples"
+        InvalidValue, match=r"5 of 5 clients must share class number 0 with 4 samples"
     ):
         make("pathological", labels, 5, classes_per_client=3)
 
