@@ -113,7 +113,5 @@ def test_buffers_that_are_assigned_anew_are_those_of_plain_pytorch(
     ids=["attribute", "random", "numpy"],
 )
 def test_state_that_clients_would_share_is_refused(module: nn.Module, engine: str) -> None:
-    with pytest.raises(
-        InvalidValue, match=r"differ from plain PyTorch.*register_buffer"
-    ):
+    with pytest.raises(InvalidValue, match=r"differ from plain PyTorch.*register_buffer"):
         fl.run("fedavg", digits(module), rounds=1, engine=engine, quiet=True)
