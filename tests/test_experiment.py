@@ -441,7 +441,7 @@ def test_a_configuration_is_parsed_and_built_once_a_run(tmp_path: Path) -> None:
         build: 1,
         parse.__wrapped__: 8,
         checked: 30,
-        RoundLog.read: 13,
+        RoundLog.read: 10,
         build_recorders: 1,
         make_dataset: 1,
     }

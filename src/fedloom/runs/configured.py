@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fedloom.config.plugins import import_plugins
@@ -77,8 +78,10 @@ def run_configured(
                 summary = directory.summary(name.algorithm)
                 watch(Event("skipped", name, configuration.rounds))
                 return summary
-        plan.execute()
-        summary = directory.summary(name.algorithm)
+        result = plan.execute()
+        provenance = directory.provenance(None if result.engine.named else result.engine)
+        environment = result.summary.environment | provenance
+        summary = replace(result.summary, algorithm=name.algorithm, environment=environment)
     seconds = figures.seconds(summary) or 0.0
     last = summary.records[-1]
     watch(Event("ended", name, last["round"], last, seconds, metric=summary.metric))
