@@ -16,7 +16,7 @@ from rich.console import Console
 
 import fedloom
 from fedloom.algorithm import algorithms
-from fedloom.cli import OLD_LISTS, commands, main, paper_commands
+from fedloom.cli import LISTS, commands, main, paper_commands
 from fedloom.cli.catalog import KINDS, cache_path
 from fedloom.cli.predicting import FORMATS
 from fedloom.data.dataset import datasets
@@ -613,7 +613,7 @@ def test_the_cache_of_names_is_made_again_for_other_files(
     assert list(folder.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("kind", OLD_LISTS)
+@pytest.mark.parametrize("kind", LISTS)
 def test_earlier_names_of_lists_work_with_a_notice(fed: Say, kind: str) -> None:
     code, out, err = fed(kind)
     assert (code, out) == fed("list", kind)[:2]

@@ -60,10 +60,14 @@ paper_commands: dict[str, Command] = {
     "referee": checking.referee,
 }
 
-OLD_LISTS = ("algorithms", "models", "datasets", "partitions", "objectives")
-"""Commands of an earlier version, now `fedloom list KIND`."""
+LISTS = ("algorithms", "models", "datasets", "partitions", "objectives")
 
-RESUMED = ("run", "compare", "tune", "paper", "reproduce", "replay")
+RENAMED = {name: ["list", name] for name in LISTS} | {
+    name: ["paper", name] for name in paper_commands
+}
+"""Commands of an earlier version, and the words that replace each of them."""
+
+RESUMED = ("run", "compare", "tune", "paper")
 """Commands that continue after an interruption."""
 
 
@@ -101,11 +105,8 @@ paper_app = typer.Typer(
 )
 for name, command in paper_commands.items():
     paper_app.command(name, short_help=short_help(command))(command)
-    app.command(name, hidden=True)(command)
 app.add_typer(paper_app)
 app.add_typer(federation_files.app)
-for kind in OLD_LISTS:
-    app.command(kind, hidden=True)(listing.renamed(kind))
 app.command("schema", hidden=True)(listing.schema)
 
 
@@ -119,11 +120,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a terminal may support only ASCII
             stream.reconfigure(errors="replace")
     try:
-        if words and words[0] in paper_commands:
-            old, new = f"fedloom {words[0]}", f"fedloom paper {words[0]}"
-            _print_error(f"{old} is now {new}; the next version removes the old name")
+        old = words[0] if words else ""
+        words[:1] = RENAMED.get(old, words[:1])
         with sigterm_interrupts():
             code = app(words, prog_name="fedloom", standalone_mode=False, obj=words)
+        if old in RENAMED:
+            new = " ".join(RENAMED[old])
+            _print_error(
+                f"fedloom {old} is now fedloom {new}; the next version removes the old name"
+            )
         if code == 130:  # a KeyboardInterrupt
             resumes = words[0] in RESUMED
             _print_error(

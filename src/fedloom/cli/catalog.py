@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,15 +61,19 @@ KINDS = {
 }
 
 
-def entries(kind: str) -> Entries:
-    """Return the entries of a kind, from the cache if it is up to date."""
+Catalog = dict[str, Entries]
+"""The entries of each kind."""
+
+
+def catalog() -> Catalog:
+    """Return the entries of all kinds, from the cache if it is up to date."""
     if os.environ.get(VARIABLE):  # plugins may register more
-        return registered(kind)
-    path = cache_path()
-    with suppress(OSError, ValueError, KeyError):
-        cached: Entries = json.loads(path.read_text(encoding="utf-8"))[kind]
+        return {kind: registered(kind) for kind in KINDS}
+    cached = cached_catalog()
+    if cached.keys() == KINDS.keys():
         return cached
-    made = {name: registered(name) for name in KINDS}
+    made = {kind: registered(kind) for kind in KINDS}
+    path = cache_path()
     with suppress(OSError):  # without a cache, each command takes a second longer
         path.parent.mkdir(parents=True, exist_ok=True)
         for older in path.parent.glob("catalog-*.json"):
@@ -76,25 +81,34 @@ def entries(kind: str) -> Entries:
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(made), encoding="utf-8")
         temporary.replace(path)
-    return made[kind]
+    return made
 
 
-def cached_names(kind: str) -> list[str]:
-    """Return the names of a kind for the completion of a command line; empty without a cache."""
-    with suppress(OSError, ValueError, KeyError):
-        return list(json.loads(cache_path().read_text(encoding="utf-8"))[kind])
-    return []
+def cached_catalog() -> Catalog:
+    """Return the cached entries, for completion, which must not import PyTorch; empty without a
+    cache.
+    """
+    with suppress(OSError, ValueError):
+        cached = json.loads(cache_path().read_text(encoding="utf-8"))
+        return cached if isinstance(cached, dict) else {}
+    return {}
 
 
 def cache_path() -> Path:
     """Return the path of the cache. It depends on all files of the package."""
+    folder = Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
+    return folder / f"catalog-{_package_stamp()}.json"
+
+
+@cache
+def _package_stamp() -> str:
+    """Return a digest of the sizes and times of all files of the package."""
     package = Path(__file__).parents[1]
     stamps = hashlib.blake2b(str(package).encode(), digest_size=12)
     for path in sorted(package.rglob("*.py")):
         about = path.stat()
         stamps.update(f"{path} {about.st_size} {about.st_mtime_ns}\n".encode())
-    folder = Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
-    return folder / f"catalog-{stamps.hexdigest()}.json"
+    return stamps.hexdigest()
 
 
 def registered(kind: str) -> Entries:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -12,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.catalog import KINDS, Entries, cached_names, entries
-from fedloom.cli.options import Name, option
+from fedloom.cli.catalog import KINDS, Entries, cached_catalog, catalog
+from fedloom.cli.options import option
 from fedloom.errors import InvalidValue, UnknownName, quoted, suggestion
 
 Schemed = Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", hidden=True)]
@@ -27,7 +25,7 @@ SCHEMA = "fedloom.schema.json"
 
 def complete_name(incomplete: str) -> list[str]:
     """Return the kinds and names that begin with a text, for the completion of a command line."""
-    names = [*KINDS, *(name for kind in KINDS for name in cached_names(kind))]
+    names = [*KINDS, *(name for entries in cached_catalog().values() for name in entries)]
     return sorted({name for name in names if name.startswith(incomplete.lower())})
 
 
@@ -67,22 +65,6 @@ def list_names(kind: Listed = None, name: Described = None, other: With = None) 
         _print_kinds()
 
 
-def renamed(kind: str) -> Callable[..., None]:
-    """Return the command of an earlier version that lists a kind."""
-
-    def command(name: Name = None, other: With = None) -> None:
-        print(
-            f"fedloom: fedloom {kind} is now fedloom list {kind}; "
-            "the next version removes the old name",
-            file=sys.stderr,
-        )
-        list_names(kind, name, other)
-
-    command.__name__ = kind
-    command.__doc__ = f"Earlier name of fedloom list {kind}."
-    return command
-
-
 def schema(file: Schemed = None) -> None:
     """Print the JSON schema of configuration files, for editors that complete keys.
 
@@ -119,10 +101,11 @@ def _kind_of(text: str) -> str | None:
 
 def _describe(name: str, kinds: list[str]) -> None:
     """Print the description of each entry of this name."""
+    listed = catalog()
     described = set()
     names: dict[str, str] = {}
     for kind in kinds:
-        for entry_name, entry in entries(kind).items():
+        for entry_name, entry in listed[kind].items():
             names.setdefault(entry_name, kind)
             if _plain(entry_name) == _plain(name) and entry["text"] not in described:
                 described.add(entry["text"])
@@ -148,9 +131,9 @@ def _print_entry(name: str, entry: dict[str, object]) -> None:
 
 
 def _print_kinds() -> None:
-    width = max(map(len, KINDS))
+    width, listed = max(map(len, KINDS)), catalog()
     for kind, about in KINDS.items():
-        count = len(entries(kind))
+        count = len(listed[kind])
         print(f"  {kind:{width}}  {count:3d}  {about.purpose}")
     print("\nfedloom list KIND shows the names, fedloom list NAME describes one.")
 
@@ -160,7 +143,7 @@ def _print_table(kind: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    listed: Entries = entries(kind)
+    listed: Entries = catalog()[kind]
     console = Console()
     for group, members in groupby(listed.items(), lambda item: item[1]["group"]):
         title = Text(f"\n{group}", "bold") if group else None

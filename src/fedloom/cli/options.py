@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 
-from fedloom.cli.catalog import cached_names
+from fedloom.cli.catalog import cached_catalog
 from fedloom.errors import FedloomError, InvalidValue, quoted
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def complete_override(incomplete: str) -> list[str]:
         from fedloom.runs.config_file import KEYS
 
         return [f"{name}=" for name in KEYS if name.startswith(key)]
-    names = cached_names(KINDS_OF_KEYS[key]) if key in KINDS_OF_KEYS else []
+    names = cached_catalog().get(KINDS_OF_KEYS.get(key, ""), {})
     return [f"{key}={name}" for name in names if name.startswith(value)]
 
 
