@@ -10,7 +10,7 @@ from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
 from fedloom.models.structure import head_name, layer_finder, require_untied_layers
-from fedloom.records import Message
+from fedloom.records import Message, Plan
 
 
 @algorithms.register("silobn")
@@ -93,6 +93,10 @@ class KeepsHead(PartlyShared):
 
     base_facts = Facts(fits_once=False)
 
+    def setup(self, plan: Plan) -> None:
+        require_untied_layers(plan.module)
+        super().setup(plan)
+
     def private(self, module: nn.Module) -> frozenset[str]:
         return self.head_layers(module)
 
@@ -102,9 +106,8 @@ class KeepsHead(PartlyShared):
         Raises:
             InvalidValue: The model has no layers below its classifier.
         """
-        require_untied_layers(module)
-        name = head_name(module)
-        layers = {layer_finder(module)(name) for name, _ in module.named_parameters()}
+        name, layer = head_name(module), layer_finder(module)
+        layers = {layer(parameter) for parameter, _ in module.named_parameters()}
         head = frozenset(layer for layer in layers if layer == name or layer.startswith(f"{name}."))
         if not name or head == layers:
             model = type(module).__name__

@@ -155,10 +155,9 @@ def _register(pictures: PictureSet) -> None:
 _TABLE = tomllib.loads(
     package_files("fedloom.data.sets").joinpath("picture_sets.toml").read_text("utf-8")
 )
-PICTURE_SETS: dict[str, PictureSet] = {
-    name: TypeAdapter(PictureSet).validate_python({"name": name, **entry})
-    for name, entry in _TABLE.items()
-}
+PICTURE_SETS = TypeAdapter(dict[str, PictureSet]).validate_python(
+    {name: {"name": name, **entry} for name, entry in _TABLE.items()}
+)
 """Entries of `picture_sets.toml` by name."""
 
 for _entry in PICTURE_SETS.values():
