@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from style_counter import prose_of, style_of
+from style_counter import Style, prose_of, style_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -15,8 +16,14 @@ LONG_LINES = 0.003
 """Share of lines with more than 100 columns: tables and links."""
 
 
+@cache
+def style_of_source() -> Style:
+    """Return the figures of the package."""
+    return style_of(sorted((ROOT / "src").rglob("*.py")))
+
+
 def test_the_code_is_not_dense() -> None:
-    style = style_of(sorted((ROOT / "src").rglob("*.py")))
+    style = style_of_source()
     assert style.tokens_per_line <= TOKENS_PER_LINE
     assert style.long_lines <= LONG_LINES * style.lines
 
@@ -25,7 +32,7 @@ def test_the_code_is_not_dense() -> None:
     ("kind", "most"), [("docstrings", 2.0), ("comments", 2.0), ("errors", 1.0)]
 )
 def test_sentences_of_the_code_have_few_unusual_phrases(kind: str, most: float) -> None:
-    prose = getattr(style_of(sorted((ROOT / "src").rglob("*.py"))), kind)
+    prose = getattr(style_of_source(), kind)
     assert prose.per_thousand <= most, "\n".join(prose.phrases)
 
 
