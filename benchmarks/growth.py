@@ -35,7 +35,7 @@ from fedloom.records import Plan, Replies, Selection
 from fedloom.report.page import render, write_page
 from outcome import tell
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from every_method import EVERY_METHOD
 from report_support import made_up_run
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from fedloom.report.page import render, write_page
 from outcome import tell
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from report_support import Browser, made_up_run
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from fedloom.engines.ray.driver import RayEngine
     from forking_scripts import Scripts
 
+FOLDER = Path(__file__).parent
+
 # Runs flush their files. On a disk, tests spend nearly half of their time on it; in memory, none.
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
@@ -41,42 +43,42 @@ collect_ignore = (
     []
     if importlib.util.find_spec("flwr")
     else [
-        "test_flower_faults.py",
-        "test_flower_secure.py",
-        "test_flower_server.py",
-        "test_places.py",
+        "sites/test_faults.py",
+        "sites/test_secure_round.py",
+        "sites/test_server_app.py",
+        "engines/test_places.py",
     ]
 )
 
 # The longest files begin first. Otherwise one worker would end with them while the others wait.
 LONGEST = (
-    "test_flower_sites.py",
-    "test_places.py",
-    "test_ray.py",
-    "test_ray_cluster.py",
-    "test_ray_pool.py",
-    "test_processes.py",
-    "test_exported.py",
-    "test_resume.py",
-    "test_trackers.py",
-    "test_examples.py",
+    "sites/test_real_sites.py",
+    "engines/test_places.py",
+    "engines/test_ray.py",
+    "engines/test_ray_cluster.py",
+    "study/test_ray_pool.py",
+    "engines/test_processes.py",
+    "project/test_exported.py",
+    "runs/test_resume.py",
+    "runs/test_trackers.py",
+    "project/test_examples.py",
 )
 
 # Files with shared resources that take seconds to start or to import. One worker runs them all
 # (`--dist loadgroup`). Tests that mostly wait, for sites and for Ray, form one group, so the other
 # workers keep the cores busy meanwhile.
 TOGETHER = {
-    "test_ray.py": "waiting",
-    "test_ray_cluster.py": "waiting",
-    "test_ray_pool.py": "waiting",
-    "test_flower_sites.py": "waiting",
-    "test_flower_worker.py": "waiting",
-    "test_flower_journey.py": "waiting",
-    "test_report_real.py": "report",
-    "test_report_browser.py": "report",
-    "test_resume.py": "resume",
-    "test_processes.py": "processes",
-    "test_stacked_processes.py": "processes",
+    "engines/test_ray.py": "waiting",
+    "engines/test_ray_cluster.py": "waiting",
+    "study/test_ray_pool.py": "waiting",
+    "sites/test_real_sites.py": "waiting",
+    "sites/test_site_worker.py": "waiting",
+    "sites/test_journey.py": "waiting",
+    "report/test_real_report.py": "report",
+    "report/test_browser.py": "report",
+    "runs/test_resume.py": "resume",
+    "engines/test_processes.py": "processes",
+    "engines/test_stacked_processes.py": "processes",
 }
 
 
@@ -127,16 +129,21 @@ def scripts() -> Iterator[Scripts]:
         yield server
 
 
+def _place(item: pytest.Item) -> str:
+    """Return the file of a test, as `LONGEST` names it."""
+    return item.path.relative_to(FOLDER).as_posix()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests for several workers."""
     if not config.getoption("loadgroup", False):  # set by pytest-xdist in its workers
         return
     rank = {name: index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    items.sort(key=lambda item: rank.get(_place(item), len(rank)))
     for item in items:
-        if item.path.name in TOGETHER:
-            item.add_marker(pytest.mark.xdist_group(TOGETHER[item.path.name]))
+        if group := TOGETHER.get(_place(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,7 +1,7 @@
 """Run the trials for some minutes and print a table of their outcomes: python
 tests/chaos/harness.py --minutes 60
 
-`make test` runs it for some seconds (test_chaos.py), `make chaos MINUTES=60` for longer. Equal
+`make test` runs it for some seconds (project/test_chaos.py), `make chaos MINUTES=60` for longer. Equal
 seeds give equal draws.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 if __name__ == "__main__":  # pytest adds this path itself
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from chaos.trials import TRIALS, Wrong, resources
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":  # pytest adds this folder automatically
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from mutants.planted import MUTANTS, Mutant
 

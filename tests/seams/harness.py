@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 if __name__ == "__main__":  # as a program: add the folder of the test modules, as pytest does
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 import torch
 from torch import Tensor

@@ -1,0 +1,86 @@
+"""The notebooks in the documentation run completely and produce the outputs on the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
+FIGURE = "application/vnd.plotly.v1+json"
+
+
+SHORTER = {
+    "rounds=30": "rounds=8",
+    '"rounds": 40': '"rounds": 10',
+    "seeds=range(6)": "seeds=range(4)",
+}
+"""Arguments in the notebooks, and smaller values that give the same kinds of output."""
+
+
+def shown(cell: Any) -> list[str]:
+    """Return the kinds of output of a cell.
+
+    Progress lines are ignored, because their order and grouping vary.
+    """
+    return [" ".join(sorted(output["data"])) for output in cell.outputs if "data" in output]
+
+
+def printed(cell: Any) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+@pytest.mark.parametrize("name", ["own_method", "comparison"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_notebook_runs_and_shows_what_it_shows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype")
+    stored = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+            for long, short in SHORTER.items():
+                cell.source = cell.source.replace(long, short)
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()  # raises errors from cells
+    cells = [
+        (executed, saved)
+        for executed, saved in zip(notebook.cells, stored.cells, strict=True)
+        if executed.cell_type == "code"
+    ]
+    for executed, saved in cells:
+        assert shown(executed) == shown(saved), executed.source
+        if "fl.check" in executed.source:
+            text, expected = (
+                re.sub(r"client \d+", "client", cell.outputs[-1]["data"]["text/plain"])
+                for cell in (executed, saved)
+            )
+            assert text == expected
+        assert ("interrupted\n" in printed(executed)) == ('print("interrupted")' in executed.source)
+    assert (
+        sum(
+            FIGURE in output.get("data", {}) for executed, _ in cells for output in executed.outputs
+        )
+        == 1
+    )
+
+
+def test_the_findings_of_the_notebook_are_its_two_mistakes() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    cells = nbformat.read(NOTEBOOKS / "own_method.ipynb", 4).cells
+    checks = [cell for cell in cells if cell.cell_type == "code" and "fl.check" in cell.source]
+    texts = [
+        "".join(output["data"]["text/plain"] for output in cell.outputs if "data" in output)
+        for cell in checks
+    ]
+    assert "without one row for each of" in texts[0]
+    assert "self.velocity changes from round to round" in texts[1]
+    assert texts[2] == "[]"
+    assert all("notebook cell:" in text for text in texts[:2])
