@@ -3,13 +3,14 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from fedloom.config.description import Described
 from fedloom.config.expression import show
 from fedloom.config.fields import (
     BelowOne,
@@ -121,8 +122,8 @@ class Passes:
             remaining -= len(batches)
 
 
-@dataclass(frozen=True)
-class Training:
+@dataclass(frozen=True, repr=False)
+class Training(Described):
     """Settings of local training (FedAvg, algorithm 1).
 
     Per step: g = gradient (with a method's correction), clipped to norm `clip`, plus `weight_decay
@@ -179,6 +180,26 @@ class Training:
                 raise InvalidValue(f"{name}: {error}") from None
         if self.optimizer != "sgd" or self.optimizer_options:
             self._require_optimizer()
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value}" for name, value in self._description().items())
+        return f"Training({arguments})"
+
+    def summary(self) -> str:
+        """Return the settings in words, such as `learning_rate 0.1, epochs 1, batch_size 50`."""
+        return ", ".join(f"{name} {value}" for name, value in self._description().items())
+
+    def _description(self) -> dict[str, str]:
+        """Return the main settings and all others that differ from their defaults."""
+        length = "epochs" if self.steps is None else "steps"
+        main = ("learning_rate", length, "batch_size")
+        default = {one.name: one.default for one in fields(self)}
+        default["optimizer_options"] = {}
+        return {
+            name: repr(value)
+            for name, value in vars(self).items()
+            if name in main or (name != "epochs" and value != default[name])
+        }
 
     def _require_optimizer(self) -> None:
         """Raise `InvalidValue` unless the optimizer takes these settings and all have an effect."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fedloom.config.description import Described
 from fedloom.config.expression import Call
 from fedloom.config.registry import Registry
 from fedloom.data.convert import BOOLEANS, Names, as_groups, as_inputs, as_labels
@@ -45,8 +46,8 @@ class DataSpec:
     vocabulary: int | None = None
 
 
-@dataclass(frozen=True, init=False)
-class Samples:
+@dataclass(frozen=True, init=False, repr=False)
+class Samples(Described):
     """Inputs, targets and perhaps clients of n samples.
 
     Each may be a tensor, a NumPy array, a list or a column of a table, of any type of number: whole
@@ -92,6 +93,23 @@ class Samples:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def summary(self) -> str:
+        """Return the number of samples and the shape of one, such as `360 samples of [1, 8, 8]`."""
+        return f"{len(self):,} samples of {list(self.inputs.shape[1:])}"
+
+    def _description(self) -> dict[str, str]:
+        lines = {
+            "inputs": f"{list(self.inputs.shape)} {_type_name(self.inputs)}",
+            "labels": f"{list(self.labels.shape)} {_type_name(self.labels)}",
+        }
+        if self.label_names is not None:
+            lines["label names"] = _listed(self.label_names)
+        if self.groups is not None:
+            lines["groups"] = f"{len(self.groups.unique()):,}"
+        if self.group_names is not None:
+            lines["group names"] = _listed(self.group_names)
+        return lines
+
     def to(self, device: torch.device) -> "Samples":
         """Return the samples on `device`."""
         return self._each(lambda values: values.to(device))
@@ -111,6 +129,16 @@ class Samples:
         return Samples(
             inputs, labels, groups, a.label_names, None if groups is None else a.group_names
         )
+
+
+def _type_name(values: Any) -> str:
+    return str(values.dtype).removeprefix("torch.")
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    """Return the first names, and the number of all if there are more."""
+    listed = ", ".join(names[:most])
+    return listed if len(names) <= most else f"{listed}, ... ({len(names):,} in total)"
 
 
 def hold_out(
@@ -190,8 +218,8 @@ def _renumbered(samples: Samples, kind: str, names: Names) -> Samples:
     return replace(samples, **fields)
 
 
-@dataclass(frozen=True)
-class Dataset:
+@dataclass(frozen=True, repr=False)
+class Dataset(Described):
     """Training and test samples of a named set.
 
     Args:
@@ -253,6 +281,23 @@ class Dataset:
             self._number_labels()
         for samples in (self.train, self.test):
             self.objective.require_targets(samples.labels)
+
+    def _description(self) -> dict[str, str]:
+        lines = {
+            "name": self.name,
+            "metric": self.objective.metric.name,
+            "train": self.train.summary(),
+            "test": self.test.summary(),
+        }
+        if self.target:
+            lines["target"] = self.target
+        if self.class_names:
+            lines["classes"] = _listed(self.class_names)
+        elif self.classes:
+            lines["classes"] = str(self.classes)
+        if self.train.groups is not None:
+            lines["groups"] = f"{len(self.train.groups.unique()):,}"
+        return lines
 
     def _number_labels(self) -> None:
         """Fill in `classes` and `class_names`, and let labels be 0 .. classes - 1."""

@@ -19,7 +19,7 @@ from fedloom.state.files import not_written, replacing
 Indices = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Partition:
     """Assignment of samples to clients: client i holds the samples `indices[offsets[i]:offsets[i +
     1]]`.
@@ -101,6 +101,21 @@ class Partition:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def __repr__(self) -> str:
+        return f"Partition of {self.summary()}"
+
+    def summary(self, samples: str = "samples") -> str:
+        """Return the number of clients and of their samples.
+
+        Args:
+            samples: Word for the samples, such as `training samples`.
+        """
+        if not len(self):
+            return "no clients"
+        smallest, largest = int(self.sizes.min()), int(self.sizes.max())
+        sizes = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+        return f"{len(self):,} clients with {sizes} {samples}, {self.offsets[-1]:,} in total"
 
     def __getitem__(self, client: int) -> Indices:
         return self.indices[self.offsets[client] : self.offsets[client + 1]]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedloom.config.description import Described
 from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition, split_train_test
@@ -23,8 +24,8 @@ from fedloom.randomness import stream_seed
 from fedloom.training import Training
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, repr=False)
+class Task(Described):
     """The data, their partition over clients, the model and its local training, for any method.
 
     Attributes:
@@ -57,6 +58,24 @@ class Task:
             raise InvalidValue(
                 f"{empty} of {self.clients} clients have no sample: take fewer or a larger minimum"
             )
+
+    def _description(self) -> dict[str, str]:
+        weights = sum(parameter.numel() for parameter in self.model.parameters())
+        clients = self.partition.summary("training samples")
+        if self.local_test is not None:
+            clients += f"; {len(self.local_test.indices):,} test samples"
+        noise = {}
+        if self.true_labels is not None:
+            wrong = int((self.train.labels != self.true_labels).sum())
+            noise = {"wrong labels": f"{wrong:,} of {len(self.train):,} training samples"}
+        return {
+            "data": f"{self.dataset.name}, judged by {self.objective.metric.name}",
+            "clients": clients,
+            "test set": self.test.summary(),
+            "model": f"{self.expression or type(self.model).__name__}, {weights:,} weights",
+            "training": self.training.summary(),
+            **noise,
+        }
 
     @property
     def objective(self) -> Objective:

@@ -8,7 +8,7 @@ from fedloom.errors import (
     FedloomError,
 )
 from fedloom.parts.building import build
-from fedloom.reviews.checker.findings import Finding
+from fedloom.reviews.checker.findings import Finding, Findings
 from fedloom.reviews.checker.names import misread_names
 from fedloom.reviews.checker.reference import ReferenceRun
 from fedloom.reviews.checker.trial import CheckTrial, failure, own_task, sample_of
@@ -25,7 +25,7 @@ class CheckResult:
     sizes: Mapping[str, float]
 
 
-def check(algorithm: Algorithm | str, task: Task | None = None) -> list[Finding]:
+def check(algorithm: Algorithm | str, task: Task | None = None) -> Findings:
     """Check a method by running tiny instrumented rounds in several ways.
 
     It trains three rounds: one client after another and watched line by line, clients together, as
@@ -39,13 +39,13 @@ def check(algorithm: Algorithm | str, task: Task | None = None) -> list[Finding]
             weights).
 
     Returns:
-        The findings; none where the method is sound.
+        The findings; none if the method is sound.
 
     Raises:
         InvalidValue: The method cannot be made.
         UnknownName: Nothing has that name.
     """
-    return examine(algorithm, task).findings
+    return Findings(examine(algorithm, task).findings)
 
 
 def examine(

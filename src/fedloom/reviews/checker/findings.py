@@ -34,6 +34,18 @@ class Finding:
         return f"{self.location and self.location + ': '}{self.problem}{self.remedy and ': ' + self.remedy}"
 
 
+class Findings(list[Finding]):
+    """The findings about a method, as a list that a prompt shows line by line."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "Nothing to fix: all ways to run the method gave the same models."
+        return "\n".join(map(str, self))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
 def kinds(method: Method) -> list[type]:
     """Return the classes of a method and of its inner methods, except the classes of the
     interface.
