@@ -13,7 +13,6 @@ adds one line to the record. A restarted script continues with the missing runs.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from itertools import product
@@ -24,7 +23,7 @@ import torch
 
 import fedloom as fl
 from fedloom.data import Dataset
-from outcome import append, tell
+from outcome import append, finished_runs, tell
 
 SEEDS = 3
 METHODS = ("fedavg", "fedmr", "fedmr(blend='auto')")
@@ -134,10 +133,8 @@ def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict
 
 def recorded(path: Path) -> dict[tuple[Setting, str, int], dict[str, Any]]:
     """Return the finished runs."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {
-        (Setting(*run["setting"]), run["method"], run["seed"]): run
-        for run in map(json.loads, lines)
+        (Setting(*run["setting"]), run["method"], run["seed"]): run for run in finished_runs(path)
     }
 
 
@@ -186,13 +183,12 @@ def main() -> None:
         "--mnist", help="folder with MNIST's idx files; without it those runs are left out"
     )
     parser.add_argument(
-        "--record", type=Path, default=Path(__file__).parent / "records" / "blend.jsonl"
+        "--record", type=Path, default=Path(__file__).parent / "records" / "blend.jsonl.gz"
     )
     parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     done = recorded(arguments.record)
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
     for seed, setting, method in (
         () if arguments.tables else product(range(SEEDS), SETTINGS, METHODS)
     ):

@@ -5,7 +5,7 @@ server's figures of a round with K models: T, the squared distance of the pool's
 start; S, the variance of the pool; U, the variance of its updates; and D, the squared length of the
 mean update. The mean by samples gets the share b of each model after recombination.
 
-Settings, FedAvg, FedMR, two stages and `blend=auto` are from the map (records/map.jsonl). A
+Settings, FedAvg, FedMR, two stages and `blend=auto` are from the map (records/map.jsonl.gz). A
 finished run adds one line to the record. A restarted script continues with the missing runs.
 
     # three hours of one core in all
@@ -35,8 +35,8 @@ from fedloom.records import Plan, Replies
 from map import EVALUATIONS, SKEWS, Runs, Setting, late, recorded
 from outcome import append
 
-RECORD = Path(__file__).parent / "records" / "blend_rules.jsonl"
-MAP = RECORD.with_name("map.jsonl")
+RECORD = Path(__file__).parent / "records" / "blend_rules.jsonl.gz"
+MAP = RECORD.with_name("map.jsonl.gz")
 SEED = 0
 
 

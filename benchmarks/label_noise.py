@@ -13,7 +13,6 @@ the tables show all finished runs.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -29,7 +28,7 @@ import fedloom as fl
 from fedloom.data import Dataset
 from fedloom.data.dataset import make_dataset
 from fedloom.recording.round_models import CURVES
-from outcome import append
+from outcome import append, finished_runs
 
 ROUNDS, SEEDS = 400, 5
 PARTITIONS = ("dirichlet(1.0)", "dirichlet(0.1)", "iid")
@@ -105,8 +104,7 @@ def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
 
 def recorded(path: Path) -> dict[Cell, dict[str, Any]]:
     """Return the finished runs."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {Cell(*(run[name] for name in Cell._fields)): run for run in map(json.loads, lines)}
+    return {Cell(*(run[name] for name in Cell._fields)): run for run in finished_runs(path)}
 
 
 def summary(runs: list[dict[str, Any]], averaged: list[dict[str, Any]]) -> dict[str, str]:
@@ -188,7 +186,7 @@ def main() -> None:
         "--mnist", help="folder with MNIST's idx files; without it those runs are left out"
     )
     parser.add_argument(
-        "--record", type=Path, default=Path(__file__).parent / "records" / "label_noise.jsonl"
+        "--record", type=Path, default=Path(__file__).parent / "records" / "label_noise.jsonl.gz"
     )
     parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
     arguments = parser.parse_args()
@@ -203,7 +201,6 @@ def main() -> None:
         if arguments.tables
         else [cell for cell in plan() if cell not in done and cell.data in data]
     )
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
     for cell in missing:
         done[cell] = measure(cell, data[cell.data])
         append(arguments.record, done[cell])

@@ -17,7 +17,6 @@ limit chosen on some settings is tested on others.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -36,7 +35,7 @@ from fedloom.data.dataset import make_dataset
 from fedloom.flat.population import total_variance, weighted_mean
 from fedloom.records import Replies
 from fedloom.round import Round
-from outcome import append, tell
+from outcome import append, finished_runs, tell
 
 SEEDS = 3
 EVALUATIONS = 20
@@ -163,10 +162,8 @@ Runs = dict[Key, dict[str, Any]]
 
 def recorded(path: Path) -> Runs:
     """Return the finished runs."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {
-        (Setting(*run["setting"]), run["method"], run["seed"]): run
-        for run in map(json.loads, lines)
+        (Setting(*run["setting"]), run["method"], run["seed"]): run for run in finished_runs(path)
     }
 
 
@@ -377,7 +374,7 @@ def main() -> None:
         "--mnist", help="folder with MNIST's idx files; without it those runs are left out"
     )
     parser.add_argument(
-        "--record", type=Path, default=Path(__file__).parent / "records" / "map.jsonl"
+        "--record", type=Path, default=Path(__file__).parent / "records" / "map.jsonl.gz"
     )
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")

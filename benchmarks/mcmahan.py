@@ -17,7 +17,6 @@ A finished run adds one line to the record; unfinished runs continue from their 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -45,10 +44,10 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.identity import environment
 from fedloom.state.files import write_text
-from outcome import append, tell
+from outcome import append, finished_runs, tell
 
 SEEDS = 3
-RECORD = Path(__file__).parent / "records" / "mcmahan.jsonl"
+RECORD = Path(__file__).parent / "records" / "mcmahan.jsonl.gz"
 
 
 class Cell(NamedTuple):
@@ -228,9 +227,8 @@ Done = dict[tuple[Cell, int, int], dict[str, Any]]
 
 def recorded() -> Done:
     """Return the finished runs; if a run was made twice, the longer one counts."""
-    lines = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.exists() else []
     done: Done = {}
-    for line in map(json.loads, lines):
+    for line in finished_runs(RECORD):
         key = Cell(*line["cell"]), line["position"], line["seed"]
         if key not in done or len(line["accuracy"]) > len(done[key]["accuracy"]):
             done[key] = line
@@ -385,7 +383,6 @@ def main() -> None:
     torch.set_num_threads(1)
     until = time.monotonic() + 60 * arguments.minutes
     done = recorded()
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
     for plan in () if arguments.tables else plans():
         if not all(word in plan.cell.text.split() for word in arguments.only.split()):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,24 @@ from rich.console import Console
 from rich.table import Table
 
 
+def finished_runs(record: Path) -> list[dict[str, Any]]:
+    """Return the runs of a record in the order of `append`; none if the file does not exist.
+
+    A record is a table with one JSON line per run, compressed by gzip:
+    `pandas.read_json(record, lines=True)` also reads it.
+    """
+    if not record.exists():
+        return []
+    with gzip.open(record, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
 def append(record: Path, run: Mapping[str, Any]) -> None:
-    """Append a run to a record, one JSON line each."""
-    with record.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(run) + "\n")
+    """Append a run to a record; the file and its folder are made if needed."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    line = f"{json.dumps(run)}\n".encode()
+    with record.open("ab") as file:
+        file.write(gzip.compress(line, mtime=0))  # gzip files may be concatenated
 
 
 def tell(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,10 +1,11 @@
 """Write records for the page on faithfulness from runs of `fedloom run`, finished or not.
 
-    python benchmarks/record_runs.py fedmr.table-1 benchmarks/records/fedmr_table_1/runs
+    python benchmarks/record_runs.py fedmr.table-1 benchmarks/records/fedmr_table_1/runs.zip
         --command "fedloom run ..."
 
-Every run below the folder is assigned to the cell of the table or figure with the least different
-settings. Runs that differ in other settings are other experiments: each has a separate record.
+The runs are below a folder, or below the folder `runs` of a zip file. Every run is assigned to the
+cell of the table or figure with the least different settings. Runs that differ in other settings
+are other experiments: each has a separate record.
 `fedloom paper reproduce` writes its own record.
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,15 @@ def summary(folder: Path) -> RunSummary:
     )
 
 
+def summaries(place: Path) -> list[RunSummary]:
+    """Return the summaries of all runs below a folder, or below `runs` in a zip file."""
+    if place.is_dir():
+        return [summary(path.parent) for path in sorted(place.rglob("configuration.json"))]
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(place) as archive:
+        archive.extractall(folder)
+        return summaries(Path(folder) / "runs")
+
+
 def settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted key.
 
@@ -77,15 +89,14 @@ def settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def differences(cell: PaperCell, run: RunSummary) -> dict[str, Any]:
-    """Return the settings of the run that differ from the cell's."""
-    cell_configuration = configuration(
-        {**cell.setting.table(run.configuration["rounds"]), "algorithm": cell.algorithm}
-    )
-    expected, used = (
-        settings(cell_configuration.resolved(cell.algorithm, run.seed)),
-        settings(run.configuration),
-    )
+def settings_of(cell: PaperCell, rounds: int) -> dict[str, Any]:
+    """Return the settings of a cell in a run of so many rounds."""
+    table = {**cell.setting.table(rounds), "algorithm": cell.algorithm}
+    return settings(configuration(table).resolved(cell.algorithm, 0))
+
+
+def differences(expected: Mapping[str, Any], used: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that differ from those of a cell."""
     return {
         key: used[key]
         for key in used
@@ -99,9 +110,13 @@ def records(
     """Return one named record for each set of changed settings."""
     groups: dict[str, dict[int, list[RunSummary]]] = {}
     changes: dict[str, tuple[str, ...]] = {}
+    cells: dict[int, list[dict[str, Any]]] = {}
     for run in runs:
+        rounds, used = run.configuration["rounds"], settings(run.configuration)
+        if rounds not in cells:
+            cells[rounds] = [settings_of(cell, rounds) for cell in paper_exhibit.cells]
         near = min(
-            ((differences(cell, run), k) for k, cell in enumerate(paper_exhibit.cells)),
+            ((differences(expected, used), k) for k, expected in enumerate(cells[rounds])),
             key=lambda pair: len(pair[0]),
         )
         if any(key in near[0] for key in DECIDING):
@@ -135,10 +150,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("exhibit")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("runs", type=Path)
     parser.add_argument("--command", required=True)
     arguments = parser.parse_args()
-    runs = [summary(path.parent) for path in sorted(arguments.folder.rglob("configuration.json"))]
+    runs = summaries(arguments.runs)
     for name, record in records(exhibit(arguments.exhibit), runs, arguments.command):
         write_text(RECORDS / f"{name}.json", record.to_json())
         print(RECORDS / f"{name}.json")

@@ -16,7 +16,6 @@ restarted script continues with the missing runs.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ import fedloom as fl
 from fedloom.data import Dataset
 from fedloom.data.dataset import make_dataset
 from fedloom.report.significance import differences
-from outcome import append
+from outcome import append, finished_runs
 
 SEEDS = 3
 GROUPS = {
@@ -122,8 +121,7 @@ def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
 
 def recorded(path: Path) -> dict[Cell, dict[str, Any]]:
     """Return the finished runs."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {Cell(*(run[name] for name in Cell._fields)): run for run in map(json.loads, lines)}
+    return {Cell(*(run[name] for name in Cell._fields)): run for run in finished_runs(path)}
 
 
 def late(run: dict[str, Any]) -> float:
@@ -251,7 +249,7 @@ def main() -> None:
     )
     parser.add_argument("--cifar", help="folder with CIFAR-10; without it those runs are left out")
     parser.add_argument(
-        "--record", type=Path, default=Path(__file__).parent / "records" / "successors.jsonl"
+        "--record", type=Path, default=Path(__file__).parent / "records" / "successors.jsonl.gz"
     )
     parser.add_argument("--group", choices=GROUPS, help="run this group alone")
     parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
@@ -264,7 +262,6 @@ def main() -> None:
             dataset = make_dataset(f"{name}(folder={folder!r})")
             data[name] = replace(dataset, train=dataset.train[:SAMPLES])
     cells = [cell for cell in plan() if cell.data in data and arguments.group in (None, cell.group)]
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
     for cell in [] if arguments.tables else cells:
         if cell in done:
             continue

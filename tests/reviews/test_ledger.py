@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import pandas as pd
 import pytest
 
+import blend
+import blend_rules
+import label_noise
+import map as map_study
 import mcmahan
 import record_runs
 import successors
@@ -20,6 +27,7 @@ from fedloom.reviews.papers.library import exhibit, exhibits
 from fedloom.reviews.papers.measure import Measured
 from fedloom.reviews.papers.result_table import CellResult
 from ledger import STATES, LedgerEntry, ledger, to_markdown
+from outcome import append, finished_runs
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RECORDS = BENCHMARKS / "records" / "papers"
@@ -130,11 +138,11 @@ def test_a_file_that_is_no_record_is_refused(
         ExhibitRecord.read(tmp_path / "one.json")
 
 
-def test_records_of_long_runs_follow_from_their_folder() -> None:
-    """Records match their folder, and `left_out` lists the missing rounds of unfinished runs."""
-    folder, command = RECORDS.parent / "fedmr_table_1" / "runs", "long_runs.py"
-    runs = [record_runs.summary(path.parent) for path in sorted(folder.rglob("configuration.json"))]
-    for name, record in record_runs.records(exhibit("fedmr.table-1"), runs, command):
+def test_records_of_long_runs_follow_from_their_archive() -> None:
+    """Records match their runs, and `left_out` lists the missing rounds of unfinished runs."""
+    runs = record_runs.summaries(RECORDS.parent / "fedmr_table_1" / "runs.zip")
+    assert len(runs) == 18
+    for name, record in record_runs.records(exhibit("fedmr.table-1"), runs, "long_runs.py"):
         assert record.results == ExhibitRecord.read(RECORDS / f"{name}.json").results
         assert {row.cell.row for row in record.results} <= {"FedAvg", "FedMR"}
         for result in record.results:
@@ -159,10 +167,39 @@ def test_a_cell_of_mcmahans_table_has_the_rate_that_the_search_chose() -> None:
     assert stored.results == record.results
 
 
+def test_a_record_of_runs_is_appended_and_read_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "runs.jsonl.gz"
+    assert finished_runs(path) == []
+    runs = [{"seed": seed, "accuracy": [0.1, seed / 4], "method": "fedmr"} for seed in range(3)]
+    for run in runs:
+        append(path, run)
+    assert finished_runs(path) == runs
+    assert pd.read_json(path, lines=True).to_dict("records") == runs
+
+
+@pytest.mark.parametrize("study", [blend, blend_rules, label_noise])
+def test_a_study_with_a_complete_record_measures_nothing_again(
+    study: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The record has every run on data that is part of the package."""
+    monkeypatch.setattr(study, "measure", lambda *cell: pytest.fail(f"measured again: {cell}"))
+    monkeypatch.setattr(sys, "argv", [study.__name__])
+    study.main()
+    assert "fedmr" in capsys.readouterr().out.lower()
+
+
+def test_the_record_of_the_map_has_finished_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["map.py", "--tables"])
+    map_study.main()
+    assert "dirichlet(0.1)" in capsys.readouterr().out
+
+
 def test_the_tables_of_the_successors_are_those_of_the_record(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    successors.tables(successors.recorded(BENCHMARKS / "records" / "successors.jsonl"))
+    successors.tables(successors.recorded(BENCHMARKS / "records" / "successors.jsonl.gz"))
     printed = capsys.readouterr().out.splitlines()
     page = (BENCHMARKS / "RESULTS.md").read_text()
     (section,) = re.findall(
