@@ -18,10 +18,11 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 import fedloom as fl
 from fedloom.data.partition import Partition
 from fedloom.engines.base import Choice, LocalEngine
-from fedloom.engines.choose import START_SECONDS, choice, make_engine, round_seconds
+from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
+from fedloom.engines.rule import START_SECONDS, choice, round_seconds
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.work import mean_steps, multiply_adds
 from fedloom.errors import CheckpointError, InvalidValue

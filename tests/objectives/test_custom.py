@@ -192,7 +192,7 @@ def test_a_site_has_it_too_and_imports_nothing_that_only_the_server_names(tmp_pa
         "data": str(tmp_path / "own.npz"),
     }
     site = Site.of({"configuration": text, "output": str(tmp_path)}, owner)
-    assert site._task(words, 0).objective == Classification(criterion=focal)
+    assert site.state.task(words, 0).objective == Classification(criterion=focal)
     words["data"]["objective"] = "classification(criterion='shutil:rmtree')"
     with pytest.raises(RefusedReply):
         DataAgreement.read(words["data"])

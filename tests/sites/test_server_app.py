@@ -375,7 +375,8 @@ def test_sites_make_labels_of_their_own_training_data_wrong_each_by_its_own_draw
             "data": str(tmp_path / "all.npz"),
         }
         task, repeated = (
-            Site.of(config, node_config)._task(words, node_config["partition-id"]) for _ in range(2)
+            Site.of(config, node_config).state.task(words, node_config["partition-id"])
+            for _ in range(2)
         )
         assert torch.equal(task.train.labels, repeated.train.labels)
         assert task.train.labels[300:].tolist() == labels[:50].tolist()

@@ -146,7 +146,7 @@ def test_changed_data_are_loaded_again(kind: str, counts: Counts, tmp_path: Path
         write(count)
         for _ in range(2):
             site, words = site_0(tmp_path, data)
-            task = site._task(words, 0)
+            task = site.state.task(words, 0)
             assert len(task.train) == count
     assert counts.loads == {str(data): 2}
 
@@ -155,12 +155,12 @@ def test_no_message_sees_the_changes_of_another(tmp_path: Path) -> None:
     inputs = np.random.default_rng(0).random((20, 1, 8, 8), dtype=np.float32)
     np.savez(tmp_path / "data.npz", inputs=inputs, labels=np.arange(20) % 10)
     site, words = site_0(tmp_path, tmp_path / "data.npz")
-    task = site._task(words, 0)
+    task = site.state.task(words, 0)
     expected, integers = task.initial.clone(), task.initial_integers.clone()
     task.initial.zero_()
     for tensor in task.model.state_dict().values():
         tensor.add_(1)
-    repeated = site._task(words, 2)
+    repeated = site.state.task(words, 2)
     assert torch.equal(repeated.initial, expected)
     assert torch.equal(repeated.initial_integers, integers)
     assert repeated.partition.sizes[2] == len(task.train) - len(repeated.local_test[2])

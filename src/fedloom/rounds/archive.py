@@ -1,4 +1,4 @@
-"""Files of a run: one line per round in each log, checkpoints, client memory and pools."""
+"""Files of a run: logs, checkpoints, client memory, pools and the ledger of privacy."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fedloom.method import Method
 from fedloom.rounds.accounts import Accounts
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, Record, RoundLog
-from fedloom.rounds.engine import Engine
+from fedloom.rounds.engine import Engine, RemoteClients
 from fedloom.rounds.observer import Observer
 from fedloom.state.files import remove_unfinished
 from fedloom.state.pool_files import PoolFiles
@@ -38,9 +39,10 @@ class Resumed(NamedTuple):
 
 
 class Archive:
-    """Logs and checkpoints of a federation.
+    """Logs, checkpoints and privacy accounts of a federation.
 
     Args:
+        method: The whole method, with all stages.
         directory: Folder of the run. None stores the logs in memory, and saves no checkpoints.
         identity: Text that identifies the run. Checkpoints of other runs are refused.
         engine: Provides the clients' memory.
@@ -49,10 +51,12 @@ class Archive:
 
     Attributes:
         checkpoints: Checkpoints in the directory, if any.
+        accounts: Privacy accounts.
     """
 
     def __init__(
         self,
+        method: Method,
         directory: Path | None,
         identity: str,
         engine: Engine,
@@ -61,6 +65,7 @@ class Archive:
     ) -> None:
         self.engine, self.pools, self.observers = engine, pools, observers
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
+        self.accounts = Accounts(method, directory, identity, isinstance(engine, RemoteClients))
         self._logs = {
             name: RoundLog(None if directory is None else directory / name, names)
             for name, names in LOGS.items()
@@ -107,7 +112,7 @@ class Archive:
         self.pools.keep(pools.values())
         self.engine.release_memory()
 
-    def resume(self, accounts: Accounts) -> Resumed | None:
+    def resume(self) -> Resumed | None:
         """Return the state of the newest valid checkpoint; None without a directory.
 
         Lines of later rounds are removed from all logs.
@@ -119,7 +124,7 @@ class Archive:
         logs = [self._logs["metrics.jsonl"], *observed]
         lines = [log.read() for log in logs]
         logged = [record["round"] for record in lines[0]]
-        accounts.resume(max([0, *logged, *self.checkpoints.rounds()]))
+        self.accounts.resume(max([0, *logged, *self.checkpoints.rounds()]))
         recorded = [log.complete(read) for log, read in zip(logs, lines, strict=True)]
         checkpoint = self.checkpoints.latest(min(recorded), self._adopt)
         finished = 0 if checkpoint is None else checkpoint.round

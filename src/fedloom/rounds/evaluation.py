@@ -32,6 +32,7 @@ from fedloom.records import INTEGERS, Message
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Record as Record
 from fedloom.rounds.engine import Engine, Job, inbox_of
+from fedloom.rounds.pool_watch import PoolWatch
 from fedloom.rounds.schedule import Patience, Schedule, Stop
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
@@ -92,6 +93,17 @@ class Evaluation:
             task, schedule, trainers, len(self.clients) + len(self.newcomers)
         )
         self.patience = self._patience(schedule.stop)
+        self._pool_watch = PoolWatch(task.test.labels, schedule.rounds)
+
+    @property
+    def notices(self) -> list[str]:
+        """Warnings about diverging models of a pool, and the reason of an early end."""
+        return [*self._pool_watch.notices, *self.patience.notices]
+
+    def follow(self, record: Record) -> None:
+        """Read the figures of a finished round, to stop early and to warn about a pool."""
+        self._pool_watch.update(record)
+        self.patience.update(record["round"], record)
 
     def _patience(self, stop: Stop) -> Patience:
         """Return the counter for early stopping.

@@ -1,10 +1,13 @@
-"""The plan of a run and its first round."""
+"""The opening of a run: its first round, and its method set up for the plan."""
 
 from fedloom.errors import InvalidValue
 from fedloom.method import Method
+from fedloom.parts.course import Course, pipelines
 from fedloom.parts.requirements import require_participation
 from fedloom.records import Plan
 from fedloom.round import Round
+from fedloom.rounds.checks import checked_model
+from fedloom.rounds.evaluation import clients_without_steps, untrained
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
@@ -17,8 +20,8 @@ def opening(
     trainers: int,
     pools: PoolFiles,
     remote: bool,
-) -> tuple[Round, Plan]:
-    """Return the first round, before its selection, and the plan of a run.
+) -> tuple[Round, Course, list[str]]:
+    """Set up the method of a run.
 
     Args:
         method: The whole method, with all stages.
@@ -27,6 +30,10 @@ def opening(
         trainers: Number of clients that train.
         pools: Allocates matrices of models.
         remote: True if clients are real sites.
+
+    Returns:
+        The first round, before its selection; the pipelines, set up; and notices about layers and
+        clients that are never trained.
 
     Raises:
         InvalidValue: If the schedule does not fit the method, the task or real sites.
@@ -67,4 +74,11 @@ def opening(
         training=task.training,
         awaited=min(awaited, participants),
     )
-    return first, plan
+    course = Course(method)
+    course.setup(plan)
+    pipeline = course.at(1)
+    for part in pipeline.parts:
+        part.require_resources()
+    checked_model(pipeline, method, task.initial, "setup")
+    notices = [*untrained(pipeline, list(pipelines(method))), *clients_without_steps(task)]
+    return first, course, notices

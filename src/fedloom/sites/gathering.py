@@ -6,7 +6,6 @@ import secrets
 import torch
 
 import fedloom
-from fedloom.data.dataset import make_dataset
 from fedloom.data.preprocessing import Preprocessing
 from fedloom.errors import InvalidValue
 from fedloom.rounds.evaluation import newcomers_last
@@ -15,16 +14,11 @@ from fedloom.sites.agreement import Deployment, layout_digest
 from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.sites.known_sites import KnownSites
 from fedloom.sites.messages import Mailbox
-from fedloom.sites.server_task import task_of_sites
-from fedloom.sites.site_data import (
-    DataAgreement,
-    agreed_table,
-    of_columns,
-    server_table,
-    table_roles,
-)
+from fedloom.sites.server_task import server_data, task_of_sites
+from fedloom.sites.site_data import DataAgreement
 from fedloom.sites.site_opening import Opening, credited
 from fedloom.sites.site_statistics import site_statistics
+from fedloom.sites.site_tables import agreed_table, of_columns, table_roles
 from fedloom.task import Task
 
 _logger = logging.getLogger("flwr.fedloom")
@@ -48,11 +42,7 @@ class Gathering:
         agreed = self._agreed_columns() if opening is None else None
         if opening is not None and opening.preprocessing is not None:
             agreed = Preprocessing.from_json(opening.preprocessing, str(path))
-        dataset = (
-            make_dataset(configuration.data.name)
-            if agreed is None
-            else server_table(agreed, configuration)
-        )
+        dataset = server_data(configuration, agreed)
         blank = task_of_sites(configuration, dataset, [1] * count, None, seed)
         briefing = {"data": DataAgreement.of(dataset).words()}
         alike = {"fedloom": fedloom.__version__, "layout": layout_digest(blank)}
@@ -116,7 +106,7 @@ class Gathering:
         """
         configuration, count, briefing = self.settings.configuration, self.settings.clients, {}
         if table_roles(configuration) is None or not of_columns(configuration):
-            briefing = {"data": DataAgreement.of(make_dataset(configuration.data.name)).words()}
+            briefing = {"data": DataAgreement.of(server_data(configuration)).words()}
         sites = KnownSites(self.mailbox, count, briefing, {"fedloom": fedloom.__version__})
         _logger.info(
             "waiting for %d of %d sites, to compare their columns", self.settings.sites, count

@@ -39,8 +39,8 @@ HOME = ("localhost", "127.0.0.1")
 """Host names in every server certificate."""
 
 _USAGES = (
-    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-    "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
+    "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
 )  # fmt: skip
 
 _SKEW = timedelta(hours=1)  # the clocks of sites differ

@@ -29,9 +29,9 @@ remain.
 """
 
 _Table = TypedDict("_Table", {
-    "partition-id": NonNegativeInt, "num-partitions": int, "data": str, "smallest": Count, "memory": str,
-    "worker-minutes": NonNegative, "identity": str, "peers": str, "fewest-peers": Annotated[int, Field(ge=2)],
-    "choices": Literal["secret", "rehearsed"],
+    "partition-id": NonNegativeInt, "num-partitions": int, "data": str, "smallest": Count,
+    "memory": str, "worker-minutes": NonNegative, "identity": str, "peers": str,
+    "fewest-peers": Annotated[int, Field(ge=2)], "choices": Literal["secret", "rehearsed"],
 })  # fmt: skip
 
 # a line of a list of public keys: ecdsa-sha2-nistp384 AAAA... site-0

@@ -3,12 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, make_dataset
 from fedloom.data.partition import Partition
+from fedloom.data.preprocessing import Preprocessing
 from fedloom.errors import InvalidValue
 from fedloom.runs.configuration import Configuration
+from fedloom.sites.site_tables import server_table
 from fedloom.task import Task
 from fedloom.task.making import make_task
+
+
+def server_data(configuration: Configuration, agreed: Preprocessing | None = None) -> Dataset:
+    """Return the server's data set.
+
+    Args:
+        configuration: The configuration of the federation.
+        agreed: Preprocessing of the sites' own tables; None for other data.
+    """
+    if agreed is None:
+        return make_dataset(configuration.data.name)
+    return server_table(agreed, configuration)
 
 
 def task_of_sites(

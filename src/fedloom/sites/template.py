@@ -25,7 +25,7 @@ from fedloom.parts.building import build
 from fedloom.parts.secure_recombination import Secure
 from fedloom.runs.config_file import configuration, put, read_table
 from fedloom.runs.configuration import Configuration
-from fedloom.sites.site_data import table_roles
+from fedloom.sites.site_tables import table_roles
 
 _LONGEST = 32  # characters of an app's name in Flower
 
@@ -40,8 +40,8 @@ _PATHS = {"project.toml": "pyproject.toml", "readme.md": "README.md", "gitignore
 _DATA = "federation/data.py"
 
 _PEERS = """
-`identity` is the key of the site, and `peers` lists the public keys of all sites, with which it exchanges layers. Do not send
-this list through the server. Replace it when sites are added."""
+`identity` is the key of the site, and `peers` lists the public keys of all sites, with which it
+exchanges layers. Do not send this list through the server. Replace it when sites are added."""
 
 # Keys of a configuration that apply only to comparisons or to one machine, not to sites.
 _ELSEWHERE = ("algorithms", "seeds", "settings", "workers", "engine", "directory")
