@@ -134,8 +134,9 @@ def nearest(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
 
 
 _ABBREVIATIONS = {
-    "lr": "learning_rate", "eta": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "local_epochs": "epochs",
-    "local_steps": "steps", "max_norm": "clip", "fraction_fit": "participation", "loss": "criterion",
+    "lr": "learning_rate", "eta": "learning_rate", "wd": "weight_decay", "bs": "batch_size",
+    "local_epochs": "epochs", "local_steps": "steps", "max_norm": "clip",
+    "fraction_fit": "participation", "loss": "criterion",
 }  # fmt: skip
 """Other common names for keys of a configuration."""
 

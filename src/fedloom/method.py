@@ -108,7 +108,8 @@ class Method:
 
     def _inner(self) -> "list[Method]":
         """Return the methods in the fields of this one."""
-        values = (getattr(self, entry.name, None) for entry in fields(self))  # type: ignore[arg-type]
+        entries = fields(self)  # type: ignore[arg-type]
+        values = (getattr(self, entry.name, None) for entry in entries)
         return [value for value in values if isinstance(value, Method)]
 
     def _leading(self) -> "list[tuple[int, Method]]":

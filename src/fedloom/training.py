@@ -27,7 +27,8 @@ from fedloom.errors import FedloomError, InvalidValue, quoted, suggestion
 from fedloom.round import Round
 
 Optimizer = Literal[
-    "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd"
+    "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop",
+    "asgd",
 ]  # fmt: skip
 """Optimizers that treat every element alike, so one flat tensor gives the same result."""
 
@@ -37,7 +38,8 @@ _TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 _NOT_OPTIONS = (
-    "params", "lr", "momentum", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable",
+    "params", "lr", "momentum", "weight_decay", "maximize", "foreach", "fused", "capturable",
+    "differentiable",
 )  # fmt: skip
 """Arguments of torch's optimizers that are separate settings here, or only choose a code path."""
 

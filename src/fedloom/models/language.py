@@ -45,10 +45,19 @@ def transformer(
         raise InvalidValue(f"transformer: width must be a multiple of heads ({heads}), got {width}")
     with _transformers("transformer") as library:
         settings = library.GPT2Config(
-            vocab_size=tokens, n_positions=spec.shape[0], n_embd=width, n_layer=layers, n_head=heads, use_cache=False,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+            vocab_size=tokens,
+            n_positions=spec.shape[0],
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
             attn_implementation="eager",
-        )  # fmt: skip
+        )
         return _adapted(library.GPT2LMHeadModel(settings), lora, None, 0.0, ())
 
 
@@ -96,9 +105,14 @@ def causal_lm(
     with _transformers("causal_lm") as library:
         try:
             base = library.AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, dtype=getattr(torch, dtype), use_cache=False,
-                attn_implementation=attention, trust_remote_code=False,
-            )  # fmt: skip
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=getattr(torch, dtype),
+                use_cache=False,
+                attn_implementation=attention,
+                trust_remote_code=False,
+            )
         except (OSError, ValueError, KeyError) as error:
             raise InvalidValue(
                 f"causal_lm: folder {quoted(folder)} cannot be read: {first_line(error)}"
@@ -120,9 +134,12 @@ def _adapted(
     if lora:
         peft = import_extra("peft", "language", "lora")
         settings = peft.LoraConfig(
-            r=lora, lora_alpha=alpha or 2 * lora, lora_dropout=dropout, target_modules=list(modules) or None,
+            r=lora,
+            lora_alpha=alpha or 2 * lora,
+            lora_dropout=dropout,
+            target_modules=list(modules) or None,
             task_type="CAUSAL_LM",
-        )  # fmt: skip
+        )
         try:
             base = peft.get_peft_model(base, settings)
         except ValueError as error:

@@ -57,7 +57,11 @@ def flatten(method: Method, choose: Choose, number: int = 0) -> Pipeline:
 def pipelines(method: Method) -> Iterator[Pipeline]:
     """Yield the pipelines of all stages, starting with the first."""
     for chosen in _choices(method):
-        yield flatten(method, lambda stages, chosen=chosen: chosen[id(stages)])  # type: ignore[misc]
+        yield flatten(method, partial(_chosen_stage, chosen))
+
+
+def _chosen_stage(chosen: Mapping[int, int], stages: Stages) -> int:
+    return chosen[id(stages)]
 
 
 def _choices(method: Method) -> Iterator[dict[int, int]]:

@@ -68,15 +68,21 @@ class AggregateRecorder(Recorder):
         """
         slots = sorted({slot for _, value in series for slot in value["slots"]})
         models = {
-            measure: [[dict(zip(value["slots"], value[measure], strict=True)).get(slot) for _, value in series] for slot in slots]
+            measure: [_by_round(series, measure, slot) for slot in slots]
             for measure in _measures(context)
-        }  # fmt: skip
+        }
         rounds, values = zip(*series, strict=True)
         aggregated = {
             measure: [value["global"][measure] for value in values]
             for measure in _measures(context)
         }
         return {"rounds": list(rounds), "slots": slots, "models": models, "global": aggregated}
+
+
+def _by_round(series: Series, measure: str, slot: int) -> list[float | None]:
+    """Return the values of a slot's model, None where no client replied in that slot."""
+    values = [dict(zip(value["slots"], value[measure], strict=True)) for _, value in series]
+    return [by_slot.get(slot) for by_slot in values]
 
 
 def _measures(context: RunContext) -> tuple[str, ...]:

@@ -53,7 +53,8 @@ class Steps(Recorder):
             for name, row in federation.server_state().items()
             if row.dim() == 1 and not name.endswith(".model")
         }
-        self._trace.add("server/end", {**rows, "model": federation.model()})  # type: ignore[attr-defined]
+        rows["model"] = federation.model()
+        self._trace.add("server/end", rows)  # type: ignore[attr-defined]
         return value
 
 

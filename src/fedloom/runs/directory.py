@@ -46,18 +46,18 @@ _LONGEST = 80  # characters of a folder's name that is made from an expression
 # All files that a run writes: starting afresh removes them.
 _MODEL = ("model.safetensors", "preprocessing.json", "personal.safetensors", "model-card.md")
 _FILES = (
-    "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json", "environment.json",
-    "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "pool", *_MODEL,
-    "result.json", "report.html", "landscape.json", "recorded", "recorded.jsonl", RECORDED, "trackers.json",
-    "events.out.tfevents.*",
+    "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json",
+    "environment.json", "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients",
+    "checkpoint-*", "pool", *_MODEL, "result.json", "report.html", "landscape.json", "recorded",
+    "recorded.jsonl", RECORDED, "trackers.json", "events.out.tfevents.*",
 )  # fmt: skip
 
 # Files of a finished run only. The first marks it as finished, so it is removed first.
 _END = ("result.json", *_MODEL, "report.html", "landscape.json", RECORDED)
 
 _DIGESTED = (
-    "metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED, *_MODEL, "split.npz", "test-split.npz",
-    "labels.safetensors",
+    "metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED, *_MODEL,
+    "split.npz", "test-split.npz", "labels.safetensors",
 )  # fmt: skip
 
 # Keys of a resolved configuration with digests as values.

@@ -21,6 +21,6 @@ from fedloom.secure.wire import Terms
 
 __all__ = [
     "SERVER", "Choices", "ExchangeAborted", "InMemoryTransport", "Peer", "ProtocolViolation",
-    "Rehearsal", "Rules", "ServerKey", "Terms", "Transport", "from_layers", "layer_sizes", "rehearse", "run_exchange",
-    "secret_choices", "stream_choices", "to_layers",
+    "Rehearsal", "Rules", "ServerKey", "Terms", "Transport", "from_layers", "layer_sizes",
+    "rehearse", "run_exchange", "secret_choices", "stream_choices", "to_layers",
 ]  # fmt: skip

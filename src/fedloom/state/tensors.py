@@ -16,9 +16,10 @@ from fedloom.state.digest import Checksum
 from fedloom.state.files import not_written, replacing
 
 _TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32",
-    torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
+    torch.complex64: "C64",
 }  # fmt: skip
 
 
@@ -76,7 +77,8 @@ def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[s
             raise OSError("not a file, but a pipe, a device or a folder")
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            tensors = _ordered({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
+            names = list(file.keys())
+            tensors = _ordered({name: file.get_tensor(name).clone() for name in names})
     except (SafetensorError, OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read ({' '.join(str(error).split())})") from None
     about = header.get("fedloom", "")

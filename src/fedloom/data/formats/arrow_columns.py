@@ -14,9 +14,9 @@ from fedloom.data.formats.limits import reading
 from fedloom.errors import DataError, quoted
 
 MARKERS = (
-    "", "?", "-", ".", "#N/A", "#N/A N/A", "#NA", "#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!", "#NULL!",
-    "-1.#IND", "-1.#QNAN", "1.#IND", "1.#QNAN", "-NaN", "-nan", "<NA>", "N/A", "n/a", "NA", "NULL", "null", "NaN",
-    "nan", "None",
+    "", "?", "-", ".", "#N/A", "#N/A N/A", "#NA", "#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!",
+    "#NULL!", "-1.#IND", "-1.#QNAN", "1.#IND", "1.#QNAN", "-NaN", "-nan", "<NA>", "N/A", "n/a",
+    "NA", "NULL", "null", "NaN", "nan", "None",
 )  # fmt: skip
 """Empty cells in a column of numbers, as pandas and Excel write them. In text only "" is empty."""
 

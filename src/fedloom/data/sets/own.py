@@ -286,9 +286,14 @@ def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
 
 
 def _dataset(
-    name: str, splits: Sequence[Samples], classes: int | None, normalise: Normalise, share: float, seed: int,
+    name: str,
+    splits: Sequence[Samples],
+    classes: int | None,
+    normalise: Normalise,
+    share: float,
+    seed: int,
     source: str,
-) -> Dataset:  # fmt: skip
+) -> Dataset:
     train, test = in_two(splits, share, seed)
     with reading(source, "no samples"):
         highest = int(torch.cat([train.labels, test.labels]).max())

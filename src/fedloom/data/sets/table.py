@@ -108,9 +108,16 @@ def table(
 
 
 def table_dataset(
-    name: str, train: Any, test: Any, columns: Columns, source: str, *, test_fraction: float = 0.2, seed: int = 0,
-    agreed: Preprocessing | None = None
-) -> Dataset:  # fmt: skip
+    name: str,
+    train: Any,
+    test: Any,
+    columns: Columns,
+    source: str,
+    *,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    agreed: Preprocessing | None = None,
+) -> Dataset:
     """Return the data set of Arrow tables.
 
     Args:

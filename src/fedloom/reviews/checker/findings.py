@@ -31,7 +31,7 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.location and self.location + ': '}{self.problem}{self.remedy and ': ' + self.remedy}"
+        return ": ".join(filter(None, (self.location, self.problem, self.remedy)))
 
 
 class Findings(list[Finding]):

@@ -12,9 +12,9 @@ from fedloom.reviews.checker.findings import Finding, calling_location, drawing_
 from fedloom.state.store import ClientStore, Memory
 
 DRAWS = frozenset({
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial",
-    "normal", "poisson", "dropout", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_",
-    "log_normal_", "geometric_",
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
+    "multinomial", "normal", "poisson", "dropout", "normal_", "uniform_", "bernoulli_", "random_",
+    "exponential_", "cauchy_", "log_normal_", "geometric_",
 })  # fmt: skip
 """Functions of PyTorch that draw from its global generator unless they are given another."""
 

@@ -113,13 +113,14 @@ class CheckTrial:
         participation: float | None = None,
     ) -> Federation:
         personal = 1 if self.task.local_test is not None else None
-        options = {
-            "evaluate_every": 1,
-            "checkpoint_every": 1,
-            "personal_every": personal,
-            "personal_clients": CLIENTS,
-        }
-        schedule = Schedule(rounds, participation or self.participation, **options)  # type: ignore[arg-type]
+        schedule = Schedule(
+            rounds,
+            participation or self.participation,
+            evaluate_every=1,
+            checkpoint_every=1,
+            personal_every=personal,
+            personal_clients=CLIENTS,
+        )
         return Federation(copy.deepcopy(self.method), self.task, engine, schedule, folder)
 
     def outcome(self, engine: LocalEngine, rounds: int = ROUNDS) -> Federation:

@@ -2,7 +2,8 @@
 (`fedloom.reviews.evidence.replay`).
 
 bundle.json         title, runs, and the SHA-256 of every other file
-runs/0/...          files of the first run, as in its directory; without the locations of data, and without data
+runs/0/...          files of the first run, as in its directory; without the locations of data, and
+                    without data
 code/my_module.py   modules of the user that the runs need
 
 Reading a bundle runs no code. The contents are bounded first, checked against their digests, and
@@ -49,7 +50,10 @@ _COPIED = (
     "model.safetensors",
     "recorded/round-*",
 )
-_FILE = r"runs/\d{1,4}/(recorded/round-\d{7}|[a-z]+)\.(jsonl?|safetensors)|code/([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py"
+_FILE = (
+    r"runs/\d{1,4}/(recorded/round-\d{7}|[a-z]+)\.(jsonl?|safetensors)"
+    r"|code/([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py"
+)
 _OWN = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
 _LONGEST_NAME = 10_000
 _LOCATIONS = ("folder", "path", "test_path", "file")

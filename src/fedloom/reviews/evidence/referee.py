@@ -59,7 +59,8 @@ def compare(a: Trace, b: Trace, tolerance: float = 1e-3) -> list[str]:
                         alike = [
                             k for k in here if k.role == key.role and _share(a, b, k) > tolerance
                         ]
-                        location += f", {_STAGES.get(stage, f'local step {stage}')}: {key.role} {key.tensor}"
+                        moment = _STAGES.get(stage, f"local step {stage}")
+                        location += f", {moment}: {key.role} {key.tensor}"
                         return [location, _size(a, b, alike), *_causes(a, b, alike)]
             if all(steps) and steps[0] != steps[1]:
                 cause = (
@@ -108,12 +109,16 @@ def _causes(a: Trace, b: Trace, alike: Sequence[Key]) -> Iterator[str]:
         if tensors := [
             k.tensor for k in alike if k.tensor and _unmoved(still, k) and not _unmoved(moved, k)
         ]:
-            yield f"{names[0]} leaves {', '.join(tensors)} as {'they were' if tensors[1:] else 'it was'}, {names[2]} does not"
+            unmoved = "they were" if tensors[1:] else "it was"
+            yield f"{names[0]} leaves {', '.join(tensors)} as {unmoved}, {names[2]} does not"
     key = alike[0]
     parameters = [k.tensor for k in a if k[:4] == key[:4] and not _is_statistic(k)]
     vector_a, vector_b = (trace.vector(*key[:4], parameters) for trace in (a, b))
     if all(map(_is_statistic, alike)):
-        yield "running statistics of batch norm: averaged or kept, their momentum, evaluation mode in training"
+        yield (
+            "running statistics of batch norm: averaged or kept, their momentum, "
+            "evaluation mode in training"
+        )
     elif key.role == "samples":
         alike_keys = [k for k in a if k[:2] + k[3:] == key[:2] + key[3:] and k in b]
         same = [sorted(np.concatenate([t[k].ravel() for k in alike_keys]).tolist()) for t in (a, b)]
@@ -275,7 +280,10 @@ def _of_server(
     clients = a.clients.get(number, [])
     start = a.vector(number, clients[0], "in", key.role, names) if clients else None
     if start is None:
-        yield "the start: other initial weights, or a state of the server that does not begin with zeros"
+        yield (
+            "the start: other initial weights, or a state of the server that does not begin with "
+            "zeros"
+        )
         return
     cause = (
         "the server moves {+1} times as far in B: a rate of the server, a mean over the "
@@ -298,4 +306,7 @@ def _of_server(
             for state in (state_a, state_b)
         ]
         listed = [", ".join(f"{share:.3f}" for share in row) for row in shares]
-        yield f"weight of the mean: clients {', '.join(clients)} weigh {listed[0]} in A, {listed[1]} in B"
+        yield (
+            f"weight of the mean: clients {', '.join(clients)} weigh {listed[0]} in A, "
+            f"{listed[1]} in B"
+        )

@@ -1,8 +1,11 @@
 """Traces: inputs and outputs of each round, client and local step, as the recorder `steps` or
 another program writes them.
 
-recorded.jsonl                        a line a round: {"round": 1, "values": {"steps": {"clients": [4, 0], "sizes": [60, 31]}}}
-recorded/round-0000001.safetensors    its tensors: `steps/4/0/after/fc.weight` is client 4, step 0, a role and a tensor
+recorded.jsonl                        a line a round:
+                                      {"round": 1, "values":
+                                       {"steps": {"clients": [4, 0], "sizes": [60, 31]}}}
+recorded/round-0000001.safetensors    its tensors: `steps/4/0/after/fc.weight` is client 4, step 0,
+                                      a role and a tensor
 """
 
 from collections.abc import Iterable
@@ -46,7 +49,8 @@ class Trace(dict[Key, Array]):
                 ]
                 path = models_file(folder, line["round"])
                 with safe_open(path, framework="np") as file:
-                    for name in (name for name in file.keys() if name.startswith("steps/")):  # noqa: SIM118
+                    names = [name for name in list(file.keys()) if name.startswith("steps/")]
+                    for name in names:
                         array = file.get_tensor(name)
                         key = Key(line["round"], *name.split("/", 4)[1:])
                         self[key] = array.astype(np.float64) if array.dtype.kind == "f" else array

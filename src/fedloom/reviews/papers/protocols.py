@@ -79,11 +79,13 @@ class Measure:
 
     `best`      best test accuracy over rounds, %
     `end`       mean of the last ten evaluations' test accuracy, %
-    `personal`  best over rounds of the accuracy of the clients' own models, over all their test samples, %
+    `personal`  best over rounds of the accuracy of the clients' own models, over all their test
+                samples, %
     `joining`   the same over only the clients that take part in the round, %
     `improvement`  best personal accuracy less the baseline's, points
-    `rounds`    first round whose test accuracy is at least `target` %; `interpolated`: where the best accuracy so far, drawn with
-                straight lines between rounds, crosses it (McMahan et al. 2017)
+    `rounds`    first round whose test accuracy is at least `target` %; `interpolated`: where the
+                best accuracy so far, drawn with straight lines between rounds, crosses it (McMahan
+                et al. 2017)
     `speedup`   the baseline's round over this run's
     `minutes`   minutes a round (training and server)
     `total`     minutes until the best personal accuracy is reached

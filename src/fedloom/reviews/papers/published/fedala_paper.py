@@ -127,7 +127,7 @@ FEDALA = Paper(
                 methods={"FedAvg": "silobn", "FedProx": "fedprox_c(finetune_epochs=0, mu=0.001)"},
             ),
         },
-        # at least min(B / (1 - 0.75), n / (2 N)) samples: 40 with batches of 10 in all settings here
+        # at least min(B / (1 - 0.75), n / (2 N)) samples: 40 with batches of 10 in all settings
         "heterogeneity": {
             "dir:0.01": Change(
                 label="Dir(0.01)", setting={"partition": "dirichlet(0.01, minimum=40)"}
