@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedloom.algorithms.fedpac import head_shares
 from fedloom.algorithms.pfedfda import classifier as discriminant_head
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
@@ -54,7 +55,6 @@ from fedloom.rounds.engine import Job, inbox_of
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import Training
 
 CLIENTS, SAMPLES, FEATURES, WIDTH, CLASSES, EPOCHS, RATE, MOMENTUM = 4, 12, 6, 5, 4, 3, 0.1, 0.5
 

@@ -28,10 +28,10 @@ import torch
 import fedloom as fl
 from blend import noisy_task
 from fedloom.algorithm import Facts, Round
+from fedloom.algorithm.records import Plan, Replies
 from fedloom.data import Dataset
 from fedloom.data.dataset import make_dataset
 from fedloom.flat.population import recombine_, total_variance, weighted_mean
-from fedloom.records import Plan, Replies
 from map import EVALUATIONS, SKEWS, Runs, Setting, late, recorded
 from outcome import append
 

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedloom.algorithm.method import Facts
+from fedloom.algorithm.records import Message, Selection
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.round import Round
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.local.cohort import Cohort
-from fedloom.method import Facts
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Message, Selection
-from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoints
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import torch
 
+from fedloom.common.training import Training
 from fedloom.data.dataset import make_dataset
 from fedloom.report.summary import bytes_to
 from fedloom.runs.run import run
 from fedloom.task.making import make_task
-from fedloom.training import Training
 
 METHODS = (
     "fedavg",

@@ -42,11 +42,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedloom.common.device import keep_pages
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.base import engines
 from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
-from fedloom.flat.device import keep_pages
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.device import keep_pages
 from fedloom.data import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
-from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
-from fedloom.records import Message
 from fedloom.rounds.evaluation import Evaluation
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

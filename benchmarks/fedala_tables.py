@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fedloom.common.device import keep_pages
 from fedloom.data import Dataset
 from fedloom.data.dataset import make_dataset
 from fedloom.engines.rows import RowsEngine
-from fedloom.flat.device import keep_pages
 from fedloom.parts.building import build
 from fedloom.reviews.papers.printed import printed
 from fedloom.rounds.federation import Federation

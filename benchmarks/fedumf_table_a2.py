@@ -27,18 +27,18 @@ from typing import Any
 
 import torch
 
+from fedloom.algorithm.method import Facts
+from fedloom.algorithm.records import Message, Replies, Selection, started_from, uniform
 from fedloom.algorithms.feddc import FedDC
+from fedloom.common.device import keep_pages
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
-from fedloom.method import Facts
 from fedloom.parts.building import build
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Message, Replies, Selection, started_from, uniform
 from fedloom.reviews.papers.library import paper
 from fedloom.reviews.papers.printed import printed
 from fedloom.reviews.papers.protocols import Setting
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task

@@ -44,7 +44,8 @@ import torch
 from torch import Tensor, nn
 
 import fedloom
-from fedloom import randomness
+from fedloom.common import randomness
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition, split_train_test
 from fedloom.engines.processes.parent import ProcessesEngine
@@ -54,7 +55,6 @@ from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import Training
 
 Record = dict[str, Any]
 

@@ -31,9 +31,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from engines import TASKS, resnet_task
+from fedloom.common.device import find_device, keep_pages
+from fedloom.common.errors import InvalidValue
 from fedloom.engines.choose import make_engine
-from fedloom.errors import InvalidValue
-from fedloom.flat.device import find_device, keep_pages
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

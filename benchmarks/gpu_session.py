@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 GPU = [sys.executable, str(HERE / "gpu.py")]
 STEPS: dict[str, tuple[float, list[str]]] = {
-    "tests": (0.2, [*PYTEST, str(HERE.parent / "tests/flat/test_device.py")]),
+    "tests": (0.2, [*PYTEST, str(HERE.parent / "tests/common/test_device.py")]),
     "10 and 100 clients": (0.3, [*GPU, "--tasks", "mlp,cnn,resnet20", "--clients", "10,100"]),
     "1,000 clients": (0.25, [*GPU, "--tasks", "mlp,cnn,resnet20", "--clients", "1000", "--rounds", "2", "--samples", "50"]),
     "bfloat16": (0.25, [*GPU, "--tasks", "cnn,resnet20", "--clients", "10,100", "--autocast", "bfloat16", "--rounds", "3"]),

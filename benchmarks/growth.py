@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 import fedloom as fl
+from fedloom.algorithm.records import Plan, Replies, Selection
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
-from fedloom.records import Plan, Replies, Selection
 from fedloom.report.page import render, write_page
 from outcome import tell
 

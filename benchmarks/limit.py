@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.device import keep_pages
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
-from fedloom.flat.device import keep_pages
 from fedloom.flat.population import recombine_, weighted_mean
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task

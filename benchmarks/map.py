@@ -30,11 +30,11 @@ import torch
 
 import fedloom as fl
 from blend import noisy_task
+from fedloom.algorithm.records import Replies
+from fedloom.common.round import Round
 from fedloom.data import Dataset
 from fedloom.data.dataset import make_dataset
 from fedloom.flat.population import total_variance, weighted_mean
-from fedloom.records import Replies
-from fedloom.round import Round
 from outcome import append, finished_runs, tell
 
 SEEDS = 3

@@ -29,13 +29,13 @@ import torch
 from torch import nn
 
 import fedloom as fl
+from fedloom.common.errors import Diverged
+from fedloom.common.randomness import stream
 from fedloom.data.dataset import make_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import Diverged
 from fedloom.models.build import build_model
 from fedloom.parts.building import build
-from fedloom.randomness import stream
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord, today
 from fedloom.reviews.papers.library import exhibit
 from fedloom.reviews.papers.measure import Measured

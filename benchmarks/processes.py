@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.device import keep_pages
 from fedloom.data import Partition
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.flat.device import keep_pages
 from fedloom.parts.pipeline import Pipeline
 from fedloom.rounds.engine import Engine, Job
 from fedloom.rounds.federation import Federation, Schedule

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
+from fedloom.algorithm.records import Exchange
+from fedloom.common.round import Round
 from fedloom.data import Dataset, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Exchange
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, FoldedBlock, Job, Result
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.config.expression import Call, parse
+from fedloom.common.expression import Call, parse
 from fedloom.report.summary import RunSummary, dotted
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord, today
 from fedloom.reviews.papers.library import exhibit

@@ -18,12 +18,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedloom.common.errors import Diverged
+from fedloom.common.randomness import stream
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import Diverged
 from fedloom.parts.building import build
 from fedloom.parts.pipeline import Pipeline
-from fedloom.randomness import stream
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from engines import cnn_task, digits_task, logistic_task, mlp_task, random_task, resnet_task
+from fedloom.algorithm.method import components
+from fedloom.common.device import keep_pages
 from fedloom.engines.choose import make_engine
 from fedloom.engines.rule import choice
 from fedloom.engines.stacked import unstackable_method
 from fedloom.engines.work import most_workers, step_threads, using_threads
-from fedloom.flat.device import keep_pages
-from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

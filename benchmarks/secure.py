@@ -22,15 +22,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from fedloom.algorithm.records import Message, Replies
 from fedloom.algorithms.fedmr import FedMR
+from fedloom.common.randomness import stream
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import squared_distances
 from fedloom.parts.building import build
 from fedloom.parts.secure_recombination import Secure
-from fedloom.randomness import stream
-from fedloom.records import Message, Replies
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.secure import (
     InMemoryTransport,

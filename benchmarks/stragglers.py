@@ -17,12 +17,12 @@ from dataclasses import replace
 
 import torch
 
+from fedloom.common.training import Training
 from fedloom.data.dataset import make_dataset
 from fedloom.report.summary import seconds_to
 from fedloom.rounds.clock import Clock
 from fedloom.runs.run import run
 from fedloom.task.making import make_task
-from fedloom.training import Training
 
 METHODS = {  # with the replies of a round
     "fedavg": 10,

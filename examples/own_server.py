@@ -9,7 +9,7 @@ import torch
 
 import fedloom as fl
 from fedloom.algorithm import Replies, Selection, algorithms
-from fedloom.round import Round
+from fedloom.common.round import Round
 
 
 @algorithms.register("in_turn")

@@ -11,9 +11,9 @@ import torch_models
 import workload as w
 
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.device import keep_pages
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.choose import make_engine
-from fedloom.flat.device import keep_pages
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task.making import make_task

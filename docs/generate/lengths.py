@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedloom.config.registry import Entry
-from fedloom.method import Method, algorithms
+from fedloom.algorithm.method import Method, algorithms
+from fedloom.common.registry import Entry
 from fedloom.parts.families import FAMILIES, family_of
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign

@@ -23,15 +23,15 @@ from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from fedloom.algorithm.method import Method, algorithms
 from fedloom.cli.catalog import signature
-from fedloom.config.expression import show
-from fedloom.config.fields import LARGEST_COUNT
-from fedloom.config.registry import Entry, Registry
+from fedloom.common.expression import show
+from fedloom.common.fields import LARGEST_COUNT
+from fedloom.common.registry import Entry, Registry
 from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
-from fedloom.method import Method, algorithms
 from fedloom.models import models
 from fedloom.objectives import objectives
 from fedloom.parts.families import FAMILIES, family_of

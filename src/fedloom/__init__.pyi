@@ -49,12 +49,13 @@ from .algorithms.scaffold_feddc import ScaffoldFedDC as ScaffoldFedDC
 from .algorithms.server_optimizers import FedAdam as FedAdam
 from .algorithms.server_optimizers import FedAvgM as FedAvgM
 from .algorithms.server_optimizers import FedYogi as FedYogi
+from .common.errors import FedloomError as FedloomError
+from .common.training import Training as Training
 from .data import Dataset as Dataset
 from .data import DataSpec as DataSpec
 from .data import Partition as Partition
 from .data import Samples as Samples
 from .data.preprocessing import Preprocessing as Preprocessing
-from .errors import FedloomError as FedloomError
 from .parts.ala import Ala as Ala
 from .parts.ala import AlaCode as AlaCode
 from .parts.ala import FedAH as FedAH
@@ -102,6 +103,5 @@ from .study.tune_result import TuneResult as TuneResult
 from .survey.federated_statistics import statistics as statistics
 from .task import Task as Task
 from .task.making import make_task as make_task
-from .training import Training as Training
 
 __version__: str

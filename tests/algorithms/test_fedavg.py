@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedavg_support import federation, small_task
+from fedloom.common.randomness import stream
 from fedloom.flat.module import channels_last
 from fedloom.parts.building import build
-from fedloom.randomness import stream
 from fedloom.task import Task
 
 

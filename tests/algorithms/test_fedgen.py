@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from fedloom.algorithms.fedgen import FedGen, sameness
 from fedloom.algorithms.linear_head import LinearHead
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
-from fedloom.randomness import stream
 from naive import State, World, assert_same, average, shares
 
 BATCH, STEPS, NOISE, HIDDEN = 6, 5, 3, 8

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.algorithm import algorithms
+from fedloom.algorithm.records import Plan, Replies, Selection
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR, Indep, auto_blend, blend_at
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance
 from fedloom.parts.building import build
 from fedloom.parts.pipeline import Pipeline
-from fedloom.randomness import stream
-from fedloom.records import Plan, Replies, Selection
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from naive import State, World, assert_same, average, shares, uniform

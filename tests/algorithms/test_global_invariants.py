@@ -21,19 +21,19 @@ from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.statistics import accumulated_weights, momentum_gain
-from fedloom.config.fields import type_hints
-from fedloom.config.registry import Entry
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import type_hints
+from fedloom.common.registry import Entry
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.flat.population import mutate
 from fedloom.parts.building import build
 from fedloom.parts.private import Accounted
-from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task
 from fedloom.task.making import make_task
-from fedloom.training import Training
 from naive import Run, World, assert_same, average, shares
 
 EQUAL = (8,) * 6

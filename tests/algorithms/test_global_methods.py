@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.algorithm.records import SERVER_MODEL
+from fedloom.common.randomness import stream
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.data import DataSpec
 from fedloom.engines.rows import RowsEngine
 from fedloom.models.structure import head_name
 from fedloom.parts.building import build
-from fedloom.randomness import stream
-from fedloom.records import SERVER_MODEL
-from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task.making import make_task
-from fedloom.training import Training
 from model_support import make_model
 from naive import Net, State, World, assert_same, average, flat, shares, uniform, zeros
 

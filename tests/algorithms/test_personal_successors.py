@@ -19,14 +19,14 @@ from torch.nn import functional as F
 
 from fedloom.algorithms.fedpac import head_shares
 from fedloom.algorithms.pfedfda import validated_shares
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue
 from fedloom.parts.building import build
-from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.training import Training
 from naive_personal import (
     Blend,
     Moment,

@@ -14,17 +14,17 @@ from torch.nn import functional as F
 import naive_methods as methods
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.partialfed import PartialFed
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
-from fedloom.randomness import stream
 from fedloom.rounds.engine import Job, inbox_of
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.training import Training
 from naive_personal import (
     Moment,
     Run,

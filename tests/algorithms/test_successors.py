@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.algorithm.records import Plan, Replies
 from fedloom.algorithms.afl import on_simplex
 from fedloom.algorithms.cfl import bipartition
 from fedloom.algorithms.fedcross import FedCross, by_cosine
 from fedloom.algorithms.ifca import IFCA
 from fedloom.algorithms.qfedavg import QFedAvg
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
 from fedloom.parts.power_of_choice import PowerOfChoice
-from fedloom.randomness import stream
-from fedloom.records import Plan, Replies
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from naive import Net, State, World, assert_same, average, flat, shares, uniform

@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import Array, ConfigRecord, Message
 
 from damage import mutated
-from fedloom.records import INTEGERS
+from fedloom.algorithm.records import INTEGERS
 from fedloom.sites.messages import ARRAYS, PROTOCOL, RECORD, tensors_of
 from flower_support import with_array, with_words, words_of
 

@@ -32,12 +32,12 @@ from damage import damages, mutated
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.scaffold import Scaffold
-from fedloom.config.expression import parse
+from fedloom.common.errors import FedloomError
+from fedloom.common.expression import parse
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.partition import Partition
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import FedloomError
 from fedloom.parts.building import build
 from fedloom.parts.course import pipelines
 from fedloom.rounds.federation import Federation

@@ -13,10 +13,10 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from fedloom.common.errors import CheckpointError, DataError, FedloomError
 from fedloom.data import DataSpec
 from fedloom.data.formats.arrow import read_any
 from fedloom.data.formats.limits import MOST_COLUMNS
-from fedloom.errors import CheckpointError, DataError, FedloomError
 from fedloom.models import models
 from fedloom.models.build import build_model
 from fedloom.serving.artifact import load_model, save_model

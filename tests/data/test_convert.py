@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fedloom as fl
+from fedloom.common.errors import InvalidValue
 from fedloom.data.convert import as_labels
-from fedloom.errors import InvalidValue
 
 FEATURES = np.random.default_rng(0).normal(size=(12, 3))
 NAMES = ["cat", "ant", "bee"] * 4

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 import fedloom as fl
+from fedloom.common.errors import DataError, InvalidValue
 from fedloom.data.formats.arrow import read_any
 from fedloom.data.formats.arrow_columns import MARKERS
-from fedloom.errors import DataError, InvalidValue
 from fedloom.serving.prediction_files import predict_file
 
 TRAINING = {"learning_rate": 1.0, "epochs": 5, "batch_size": 10}

@@ -13,8 +13,8 @@ from sklearn.linear_model import LinearRegression
 
 import fedloom as fl
 from data_support import make
+from fedloom.common.errors import InvalidValue
 from fedloom.data.dataset import Dataset, Samples, hold_out
-from fedloom.errors import InvalidValue
 
 
 def test_digits_keeps_every_pixel_and_every_image() -> None:

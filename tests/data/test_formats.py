@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_support import idx_bytes, picture, random_pixels
+from fedloom.common.errors import DataError
 from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Samples
 from fedloom.data.formats.arrow import read_parquet
@@ -35,7 +36,6 @@ from fedloom.data.sets.picture_files import (
     read_image_folder,
     read_python_batches,
 )
-from fedloom.errors import DataError
 
 
 def require_refusal(path: Path | str, text: str) -> pytest.RaisesExc[DataError]:

@@ -22,11 +22,11 @@ from PIL import Image
 from pyarrow import csv
 
 import fedloom as fl
+from fedloom.common.errors import DataError, FedloomError, InvalidValue
 from fedloom.data.dataset import datasets
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.sets.picture_files import read_idx
-from fedloom.errors import DataError, FedloomError, InvalidValue
 from hostile_files import WRITERS, Sets, changed, grey, patients, saved
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import fedloom as fl
+from fedloom.common.digest import digest_of_json
+from fedloom.common.errors import DataError, FedloomError, InvalidValue, error_location
 from fedloom.data.columns import TableInputs
 from fedloom.data.preprocessing import Preprocessing
-from fedloom.errors import DataError, FedloomError, InvalidValue, error_location
 from fedloom.serving.predictor import Predictor
-from fedloom.state.digest import digest_of_json
 
 TRAINING = {"learning_rate": 1.0, "epochs": 5, "batch_size": 10}
 

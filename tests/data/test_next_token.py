@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom.config.expression import Call
+from fedloom.common.errors import DataError, FedloomError, InvalidValue
+from fedloom.common.expression import Call
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.sets.next_token import ALPHABET
-from fedloom.errors import DataError, FedloomError, InvalidValue
 from fedloom.models.build import build_model
 from fedloom.models.structure import head_name
 

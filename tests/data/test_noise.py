@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import fedloom as fl
+from fedloom.common.errors import FedloomError
 from fedloom.data.noise import LabelNoise, label_noises
 from fedloom.data.partition import Partition
 from fedloom.engines.client_work import slim
-from fedloom.errors import FedloomError
 from fedloom.runs.config_file import load
 from fedloom.runs.directory import RunDirectory
 from fedloom.state.tensors import read_tensors

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from data_support import make, random_pixels
+from fedloom.common.errors import DataError, FedloomError, InvalidValue
 from fedloom.data.sets.normalisation import channel_scale
-from fedloom.errors import DataError, FedloomError, InvalidValue
 
 
 @pytest.fixture(autouse=True)

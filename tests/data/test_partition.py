@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from fedloom.common.errors import CheckpointError, DataError, InvalidValue
 from fedloom.data.partition import Partition, split_train_test
-from fedloom.errors import CheckpointError, DataError, InvalidValue
 from partition_support import histogram_by_loops, make, some_labels
 
 PROPERTIES = settings(max_examples=25, deadline=None)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from fedloom.common.errors import InvalidValue, UnknownName
 from fedloom.data.partition import partitions
 from fedloom.data.partitions.sizes import apportion
-from fedloom.errors import InvalidValue, UnknownName
 from partition_support import assert_each_sample_once, histogram_by_loops, make, some_labels
 
 PROPERTIES = settings(max_examples=25, deadline=None)

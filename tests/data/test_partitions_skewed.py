@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import numpy_stream
 from fedloom.data.partition import Indices
 from fedloom.data.partitions.class_prior import draw_classes, draw_turns
 from fedloom.data.partitions.dirichlet import draw_counts
-from fedloom.errors import InvalidValue
-from fedloom.randomness import numpy_stream
 from partition_support import assert_each_sample_once, histogram_by_loops, make, some_labels
 
 PROPERTIES = settings(max_examples=25, deadline=None)

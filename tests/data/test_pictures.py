@@ -12,8 +12,8 @@ from PIL import Image
 from torch import nn
 
 import fedloom as fl
+from fedloom.common.errors import DataError
 from fedloom.data.formats.pictures import read_files
-from fedloom.errors import DataError
 
 GREY = np.linspace(0, 255, 64).round().astype(np.uint8).reshape(8, 8)
 

@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 import fedloom as fl
+from fedloom.common.errors import DataError, FedloomError, InvalidValue
 from fedloom.data.columns import Moments
 from fedloom.data.preprocessing import PictureInputs, Preprocessing, TextInputs
-from fedloom.errors import DataError, FedloomError, InvalidValue
 
 
 def patients(rows: int = 60, seed: int = 0) -> pd.DataFrame:

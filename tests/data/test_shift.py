@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
+from fedloom.common.errors import FedloomError, InvalidValue
 from fedloom.data.partition import Partition
 from fedloom.data.shift import Rotation, shifts
-from fedloom.errors import FedloomError, InvalidValue
 
 CLIENTS = 6
 

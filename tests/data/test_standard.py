@@ -21,9 +21,9 @@ import torch
 from PIL import Image
 
 from data_support import idx_bytes, make, picture, random_pixels
+from fedloom.common.errors import DataError, FedloomError, InvalidValue, MissingExtra
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.sets.femnist import take_writers
-from fedloom.errors import DataError, FedloomError, InvalidValue, MissingExtra
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 MNIST = pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="needs the real MNIST files")

@@ -18,11 +18,11 @@ from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
 import fedloom as fl
-from fedloom.config.expression import Call
+from fedloom.common.errors import DataError, FedloomError, InvalidValue
+from fedloom.common.expression import Call
 from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import datasets
 from fedloom.data.lazy import LazyInputs
-from fedloom.errors import DataError, FedloomError, InvalidValue
 
 ROWS = 40
 COLUMNS: dict[str, Any] = {

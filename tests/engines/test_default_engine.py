@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import fedloom as fl
+from fedloom.common.errors import CheckpointError, InvalidValue
 from fedloom.data.partition import Partition
 from fedloom.engines.base import Choice, LocalEngine
 from fedloom.engines.choose import make_engine
@@ -25,7 +26,6 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.rule import START_SECONDS, choice, round_seconds
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.work import mean_steps, multiply_adds
-from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.objectives.custom import build_objective
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fedloom.common.errors import FedloomError, UnknownName
 from fedloom.engines.choose import make_engine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import FedloomError, UnknownName
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured, run_directory

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import fedloom as fl
+from fedloom.common.errors import CheckpointError
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import CheckpointError
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured
 from fedloom.runs.events import Event, RunName

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from every_method import EVERY_METHOD
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.parts.building import build
@@ -30,7 +31,6 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.sites.agreement import Deployment, deployment
 from fedloom.task import Task
 from fedloom.task.making import make_task
-from fedloom.training import Training
 from flower_support import assert_close, flower, run_config, schedule
 from secure_sites import peers
 

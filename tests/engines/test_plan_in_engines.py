@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from engine_support import CLIENTS, TASK, jobs
+from fedloom.algorithm.records import Plan
+from fedloom.common.round import Round
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Plan
-from fedloom.round import Round
 from fedloom.state.pool_files import PoolFiles
 from process_support import Reporting, described
 

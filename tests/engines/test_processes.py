@@ -26,8 +26,11 @@ from torch import Tensor
 
 from engine_support import CLIENTS, TASK, assert_same, jobs, run, set_up
 from every_method import EVERY_METHOD
+from fedloom.algorithm.records import Message, uniform
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.round import Round
 from fedloom.data.partition import Partition
 from fedloom.engines.choose import make_engine
 from fedloom.engines.client_work import Setup
@@ -36,11 +39,8 @@ from fedloom.engines.pickling import load
 from fedloom.engines.processes.channel import INLINE, Channel, SharedMemory, anonymous_file, pack
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
-from fedloom.records import Message, uniform
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, FoldedBlock
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -105,7 +105,7 @@ def test_tasks_of_other_types_give_the_numbers_of_the_rows_engine(engine: Proces
 def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
     engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("fedloom.records.MOST_SLOTS", 2)
+    monkeypatch.setattr("fedloom.algorithm.records.MOST_SLOTS", 2)
     monkeypatch.setattr(engine, "workers_fold", False)
     samples = len(TASK.train)
     many = replace(
@@ -142,7 +142,7 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
     method: str,
     share: float,
 ) -> None:
-    monkeypatch.setattr("fedloom.records.MOST_SLOTS", 2)
+    monkeypatch.setattr("fedloom.algorithm.records.MOST_SLOTS", 2)
     samples = len(TASK.train)
     many = replace(
         TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2))

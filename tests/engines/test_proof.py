@@ -19,23 +19,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from batch_order import batch_order
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
+from fedloom.common.training import Training
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue
 from fedloom.flat.linear_chain import FoldedSGD
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.optimizer import TorchOptimizers
 from fedloom.parts.building import build
-from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.run import run
 from fedloom.task import Task
-from fedloom.training import Training
 from json_lines import json_lines
 from odd_modules import CLASSES, FEATURES, PARTS, build_module
 

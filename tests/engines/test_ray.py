@@ -27,6 +27,7 @@ import torch
 from engine_support import CLIENTS, TASK, assert_same, jobs, run, set_up
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
+from fedloom.common.errors import FedloomError, InvalidValue, MissingExtra
 from fedloom.engines.choose import make_engine, read_engine, without_placement
 from fedloom.engines.client_work import ClientResult, WorkDone
 from fedloom.engines.dispatch import MOST_WORKERS
@@ -35,7 +36,6 @@ from fedloom.engines.ray import driver, session
 from fedloom.engines.ray.actor import TrainingActor
 from fedloom.engines.ray.driver import ActorHandle, RayEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import FedloomError, InvalidValue, MissingExtra
 from fedloom.parts.building import build
 from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
@@ -91,7 +91,7 @@ def test_actors_may_stack_their_clients(engine: RayEngine, monkeypatch: pytest.M
 def test_actors_fold_whole_blocks_to_the_same_bits(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.records.MOST_SLOTS", 1)
+    monkeypatch.setattr("fedloom.algorithm.records.MOST_SLOTS", 1)
     received, listen = [], ActorHandle.receive
 
     def noted(self: ActorHandle) -> Any:

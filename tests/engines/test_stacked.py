@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.algorithm import Facts
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.training import Optimizer
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -28,12 +30,10 @@ from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
 from fedloom.local.optimizer import _Optimizer
 from fedloom.parts.building import build
-from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from fedloom.task.making import make_task
-from fedloom.training import Optimizer
 from naive import World
 from small_task import other_notices, small_task
 from stacked_support import METHODS, SIZES, TRAINING, assert_same, federated, perceptron, world

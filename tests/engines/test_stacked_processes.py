@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from every_method import EVERYBODY
 from fedloom.algorithm import Algorithm
+from fedloom.common.errors import InvalidValue
 from fedloom.engines.dispatch import grouped
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.parts.building import build
 from fedloom.parts.pipeline import Pipeline
 from fedloom.rounds.engine import Job

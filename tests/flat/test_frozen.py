@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.algorithm.records import Message, Replies
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import CheckpointError, InvalidValue
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.engines.pickling import dump
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters, head_name
-from fedloom.records import Message, Replies
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import Training
 from small_task import SmallNet, small_task
 
 FEATURES, CLASSES = 5, 4

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
+from fedloom.common.errors import InvalidValue
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.errors import InvalidValue
 from fedloom.flat.intact import IntactInputs
 from fedloom.serving.predictor import Predictor
 

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 
 import fedloom as fl
 from batch_order import batch_order
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue
 from fedloom.parts.building import build
-from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import Training
 
 
 class Assigned(nn.Module):

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
+from fedloom.common.training import Passes, PassOptions, Training
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue
 from fedloom.local.batches import ClientLoader, lock_steps
-from fedloom.round import Round
 from fedloom.rounds.engine import Job
-from fedloom.training import Passes, PassOptions, Training
 from small_task import small_task
 from stacked_support import assert_same, federated, perceptron, world
 

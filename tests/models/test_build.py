@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedloom.common.errors import FedloomError, InvalidValue, UnknownName
 from fedloom.data import DataSpec
-from fedloom.errors import FedloomError, InvalidValue, UnknownName
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import FlatModule
 from fedloom.models.structure import block_parameters, head_name

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import fedloom as fl
+from fedloom.common.errors import FedloomError, InvalidValue
 from fedloom.data import DataSpec
-from fedloom.errors import FedloomError, InvalidValue
 from fedloom.models.build import build_model
 from fedloom.objectives.sequence import NextToken
 from fedloom.serving.artifact import save_model

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
+from fedloom.common.errors import InvalidValue
 from fedloom.data import DataSpec
-from fedloom.errors import InvalidValue
 from fedloom.models import models
 from fedloom.models.resnet import BasicBlock
 from fedloom.models.structure import block_parameters, head_name

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 
 HEADS = ["fedrod", "fedproto", "pfedfda", "feddbe", "fedgen"]
 

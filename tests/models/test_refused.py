@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import fedloom as fl
+from fedloom.common.errors import InvalidValue
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.errors import InvalidValue
 from fedloom.objectives.custom import build_objective
 
 

@@ -33,7 +33,7 @@ MUTANTS = (
     # --- wrong numbers ---
     Mutant(
         "methods that only override deploy are scored by the global model",
-        "algorithm.py",
+        "algorithm/__init__.py",
         'DEPLOYMENT = ("deploy", "personalise", "complete")',
         'DEPLOYMENT = ("personalise", "complete")',
         ("parts/test_pipeline.py",),

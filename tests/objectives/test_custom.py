@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import fedloom as fl
-from fedloom.config.expression import parse_value, plain
+from fedloom.common.errors import CheckpointError, FedloomError, RefusedReply
+from fedloom.common.expression import parse_value, plain
 from fedloom.data.dataset import make_dataset
-from fedloom.errors import CheckpointError, FedloomError, RefusedReply
 from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
 from fedloom.runs.config_file import configuration

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
+from fedloom.common.errors import FedloomError, InvalidValue
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import FedloomError, InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, objectives, prediction
 from fedloom.objectives.classification import CLASSIFICATION, Classification

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 import naive_methods as methods
 from fedloom.algorithm import algorithms
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import InvalidValue
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
@@ -28,7 +29,6 @@ from fedloom.parts.course import pipelines
 from fedloom.parts.privacy import Accounted
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.training import Training
 from naive_personal import Blend, Moment, Net, Run, Setting, World, assert_same, vector
 
 Method = Callable[..., list[Moment]]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from clock_support import STRAGGLERS, task, trained
+from fedloom.algorithm.records import uniform
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.parts.building import build
 from fedloom.parts.fedbuff import FedBuff
-from fedloom.records import uniform
-from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

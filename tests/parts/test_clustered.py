@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from scipy.cluster.hierarchy import fcluster, ward
 from scipy.spatial.distance import pdist
 
+from fedloom.algorithm.method import Method
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
-from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.parts.clustered import (
     CluSamp,
@@ -31,7 +32,6 @@ from fedloom.parts.clustered import (
 )
 from fedloom.parts.course import Course
 from fedloom.parts.pipeline import Pipeline
-from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from naive import State, World, assert_same, average, flat

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from every_method import EVERY_METHOD
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.training import Training
 from naive import World
 
 NESTINGS = [

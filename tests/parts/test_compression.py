@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedloom.algorithm.records import INTEGERS, Message
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import InvalidValue
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
 from fedloom.parts.codec import Codec
@@ -25,7 +26,6 @@ from fedloom.parts.lowrank import LowRank, low_rank
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.quantised import Quantised, dequantise, quantise
 from fedloom.parts.sparse import Sparse
-from fedloom.records import INTEGERS, Message
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.common.errors import InvalidValue
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue
 from fedloom.parts.accounting import ORDERS, epsilon
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
@@ -28,7 +29,6 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from fedloom.task.making import make_task
-from fedloom.training import Training
 
 
 class Sites(RowsEngine, RemoteClients):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import InvalidValue
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
-from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.parts.gossip import adjacency, metropolis
 from fedloom.rounds.federation import Federation

@@ -18,12 +18,12 @@ import fedloom.parts
 from every_method import PRIVATE, WRAPPERS
 from fedloom.algorithm import Algorithm, Facts, algorithms, is_personal
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import CheckpointError, InvalidValue
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.parts.building import build
 from fedloom.parts.hooks import HOOKS, Part
 from fedloom.parts.pipeline import Pipeline
-from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedloom.algorithm.method import needs_total_rounds
+from fedloom.algorithm.records import Message, uniform
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort
-from fedloom.method import needs_total_rounds
 from fedloom.parts.accounting import ORDERS, epsilon, noise_for
 from fedloom.parts.building import build
 from fedloom.parts.gaussian_noise import clipped, normal
 from fedloom.parts.local_private import LocalPrivate
 from fedloom.parts.privacy import Accounted
 from fedloom.parts.private import Private
-from fedloom.records import Message, uniform
 from fedloom.report.sheet import Sheet
-from fedloom.round import Round
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

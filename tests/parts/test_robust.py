@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedloom.algorithm.records import Replies, Selection
+from fedloom.common.errors import Diverged, InvalidValue
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import Diverged, InvalidValue
 from fedloom.parts.building import build
 from fedloom.parts.robust import centered_clipping, coordinate_median, krum, trimmed_mean
-from fedloom.records import Replies, Selection
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

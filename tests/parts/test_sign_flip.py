@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedloom.common.randomness import stream
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
-from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from seams.setting import small_task

@@ -14,22 +14,22 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
+from fedloom.algorithm.records import Plan
 from fedloom.algorithms.fedkdmr import FedKDMR
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.parts.building import build
 from fedloom.parts.course import Course, client_pipeline
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.stages import Stages, has_stopped_improving
-from fedloom.randomness import stream
-from fedloom.records import Plan
-from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import Training
 from naive import State, World, assert_same, average, shares, uniform
 from naive_personal import World as Personal
 from small_task import small_task

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm, Facts, algorithms
+from fedloom.algorithm.method import Method
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import InvalidValue
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.local.cohort import Cohort
-from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.parts.umf import Umf
-from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.store import ClientStore, Memory
-from fedloom.training import Training
 from naive import State, World, assert_same, average, flat, shares, uniform, zeros
 
 # --- the second computation ---

@@ -20,17 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 PAGE = ROOT / "docs" / "architecture.md"
 
-TOP = {
-    "__init__",
-    "__main__",
-    "errors",
-    "randomness",
-    "round",
-    "training",
-    "records",
-    "method",
-    "algorithm",
-}
+TOP = {"__init__", "__main__"}
 TEMPLATES = "fedloom.sites.app"  # files of a user's app, copied unchanged
 
 # The user sets the parameters of these functions.

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from damage import damages
+from fedloom.common.errors import CheckpointError, DamagedCheckpoint, FedloomError
 from fedloom.data.dataset import DataSpec, Samples
 from fedloom.data.partition import Partition
 from fedloom.data.sets.normalisation import Split
 from fedloom.data.sets.origin import cached_split
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import CheckpointError, DamagedCheckpoint, FedloomError
 from fedloom.models.build import build_model
 from fedloom.recording.landscape import Landscape
 from fedloom.report.page import render
@@ -30,13 +30,13 @@ from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured
 from fedloom.runs.directory import RunDirectory, read_json, write_json
 from fedloom.runs.events import RunName
+from fedloom.runs.final_landscape import landscape_of
 from fedloom.serving.artifact import load_model, save_model
 from fedloom.state.client_files import ClientFiles
 from fedloom.state.store import ClientStore
 from fedloom.state.tensors import read_tensors, write_tensors
 from fedloom.study.comparison import Comparison
-from fedloom.study.final_landscape import add_landscapes, landscape_of
-from fedloom.study.stored_runs import read_runs
+from fedloom.study.stored_runs import add_landscapes, read_runs
 from fedloom.study.watch.live import Watched
 from small_task import KeepsClientMemory, other_notices, small_task
 

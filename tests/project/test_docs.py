@@ -20,11 +20,11 @@ import yaml
 from fedloom.algorithm import Algorithm, Facts, algorithms, name_of
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.cli import app, main
-from fedloom.cli.combining import combinations
-from fedloom.config.registry import Entry
+from fedloom.common.registry import Entry
 from fedloom.engines.choose import require_engine_on
 from fedloom.models import models
 from fedloom.parts.building import build
+from fedloom.parts.combining import combinations
 from fedloom.parts.hooks import HOOKS, Part
 from fedloom.runs.config_file import KEYS, load
 from forking_scripts import Scripts

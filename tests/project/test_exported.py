@@ -13,7 +13,7 @@ import pytest
 import fedloom
 import fedloom.cli
 from fedloom.algorithm import Algorithm, algorithms
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
 from fedloom.parts.hooks import Part
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 import fedloom as fl
-from fedloom.config.plugins import found_at, import_from_environment, refused_code
+from fedloom.common.errors import InvalidValue, RefusedReply, printable
+from fedloom.common.plugins import found_at, import_from_environment, refused_code
 from fedloom.data.columns import TableColumn, TableInputs
 from fedloom.data.preprocessing import ModelOutputs, Preprocessing
-from fedloom.errors import InvalidValue, RefusedReply, printable
 from fedloom.report.card import _data
 from fedloom.report.cells import Cell
 from fedloom.runs.progress import Display

@@ -25,7 +25,15 @@ from safetensors.torch import save
 
 from fedloom.algorithm import algorithms
 from fedloom.cli import main
-from fedloom.config.expression import Call, show
+from fedloom.common.errors import (
+    LONGEST_QUOTED,
+    CheckpointError,
+    DataError,
+    FedloomError,
+    InvalidValue,
+    quoted,
+)
+from fedloom.common.expression import Call, show
 from fedloom.data.dataset import datasets
 from fedloom.data.formats.arrow import read_parquet
 from fedloom.data.formats.numpy_files import read_arrays
@@ -37,14 +45,6 @@ from fedloom.data.sets.femnist import read_leaf_images
 from fedloom.data.sets.picture_files import image_samples, read_idx, read_python_batches
 from fedloom.data.shift import shifts
 from fedloom.engines.base import engines
-from fedloom.errors import (
-    LONGEST_QUOTED,
-    CheckpointError,
-    DataError,
-    FedloomError,
-    InvalidValue,
-    quoted,
-)
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
 from fedloom.rounds.checkpoint import RoundLog

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom.errors import FedloomError
+from fedloom.common.errors import FedloomError
 from fedloom.recording.recorder import build_recorders, expression
 from fedloom.report.page import render
 from fedloom.report.recorded import recorded_figures

@@ -21,20 +21,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fedloom as fl
+from fedloom.algorithm.records import Message, Replies
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.round import Round
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.parts.ala import Ala, Blend
 from fedloom.parts.building import build
 from fedloom.recording.recorder import build_recorders, expression, recorders
 from fedloom.recording.run_recording import Recording
 from fedloom.recording.trajectory import principal_plane
-from fedloom.records import Message, Replies
 from fedloom.report.page import render
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.config_file import configuration

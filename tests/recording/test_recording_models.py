@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
+from fedloom.algorithm.records import Replies
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
 from fedloom.flat.layout import Layout
 from fedloom.recording.landscape import Landscape, filter_normalised, gaussian
 from fedloom.recording.recorder import build_recorders
-from fedloom.records import Replies
-from fedloom.round import Round
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from recording_support import run_recorded

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.errors import InvalidValue, MissingExtra
+from fedloom.common.errors import InvalidValue, MissingExtra
 from fedloom.report.contents import image_figures
 from fedloom.report.image_files import require_images, save_figures, standalone, write_images
 from report_support import CHROMIUM, made_up_run

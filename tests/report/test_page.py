@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.objectives import ACCURACY
 from fedloom.report.page import render, write_page
 from fedloom.report.sheet import Sheet, difference_cells, reading

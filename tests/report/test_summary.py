@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.report.cells import best_cells, score_cell
 from fedloom.report.export import to_csv, to_markdown
 from fedloom.report.sheet import Sheet, difference_cells, explained, overall

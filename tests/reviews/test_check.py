@@ -16,10 +16,10 @@ import wrong_methods
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.cli import main
+from fedloom.common.errors import InvalidValue, RefusedReply, error_location
 from fedloom.engines.client_work import _picklable
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue, RefusedReply, error_location
 from fedloom.parts.building import build
 from fedloom.reviews.checker.check import examine
 from fedloom.reviews.checker.trial import own_task, sample_of

@@ -21,7 +21,7 @@ import map as map_study
 import mcmahan
 import record_runs
 import successors
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord
 from fedloom.reviews.papers.library import exhibit, exhibits
 from fedloom.reviews.papers.measure import Measured

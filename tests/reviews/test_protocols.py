@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.config.expression import parse
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.expression import parse
 from fedloom.parts.building import build
 from fedloom.report.summary import RunSummary
 from fedloom.reviews.papers.library import exhibit, exhibits, paper

@@ -18,7 +18,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import fedloom as fl
-from fedloom.errors import DataError
+from fedloom.common.errors import DataError
 from fedloom.recording.run_recording import models_file
 from fedloom.reviews.evidence.referee import compare
 from fedloom.reviews.evidence.trace import Trace

@@ -22,10 +22,11 @@ import torch
 
 import fedloom
 from data_support import idx_bytes
-from fedloom.config.expression import parse
+from fedloom.common.digest import digest
+from fedloom.common.errors import DataError, InvalidValue
+from fedloom.common.expression import parse
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
-from fedloom.errors import DataError, InvalidValue
 from fedloom.models import models
 from fedloom.reviews.evidence.bundle import (
     _LOCATIONS,
@@ -38,7 +39,6 @@ from fedloom.reviews.evidence.bundle import (
 )
 from fedloom.reviews.evidence.replay import Replay, _offline
 from fedloom.runs.directory import to_json
-from fedloom.state.digest import digest
 from fedloom.state.tensors import read_tensors, write_tensors
 from forking_cli import Say, main, saying
 

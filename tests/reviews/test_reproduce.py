@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.config.expression import parse
+from fedloom.common.errors import InvalidValue
+from fedloom.common.expression import parse
 from fedloom.data.dataset import make_dataset
-from fedloom.errors import InvalidValue
 from fedloom.reviews.papers.estimate import cost, estimate, work
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord
 from fedloom.reviews.papers.library import exhibit, exhibits, paper, titles

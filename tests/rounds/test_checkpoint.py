@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fedloom.common.errors import CheckpointError
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import CheckpointError
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

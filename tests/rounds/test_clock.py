@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clock_support import STRAGGLERS, task, trained
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.report.curves import curve
 from fedloom.report.sheet import Sheet
 from fedloom.report.summary import RunSummary, seconds_to
-from fedloom.round import Round
 from fedloom.rounds import clock
 from fedloom.rounds.clock import DAY, Clock, Device
 from fedloom.runs.config_file import configuration
-from fedloom.training import Training
 
 
 def test_a_round_takes_as_long_as_the_slowest_client_by_counted_samples_and_bytes() -> None:

@@ -12,20 +12,20 @@ from torch import Tensor
 
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm
+from fedloom.algorithm.method import Method, components
+from fedloom.algorithm.records import Message, Selection
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import Diverged, InvalidValue, RefusedReply
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.data.dataset import Samples
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import Diverged, InvalidValue, RefusedReply
 from fedloom.local.cohort import Cohort
-from fedloom.method import Method, components
 from fedloom.parts.building import build
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Message, Selection
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task.making import make_task
-from fedloom.training import Training
 from naive import World
 from small_task import small_task
 

@@ -23,25 +23,25 @@ from torch.nn import functional as F
 import fedloom as fl
 from every_method import EVERY_METHOD, WRAPPERS
 from fedloom.algorithm import Algorithm
+from fedloom.algorithm.records import Message, Replies
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.metrics import build_metrics
 from fedloom.parts.building import build
-from fedloom.records import Message, Replies
 from fedloom.report.page import render
-from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.rounds.evaluation import COST_SHARE, TRAINING_PASSES, cadence, newcomers_last
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
-from fedloom.training import Training
 from json_lines import json_lines
 from small_task import CLASSES, TEST_SIZES, KeepsClientMemory, SmallNet, small_task
 

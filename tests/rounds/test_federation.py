@@ -16,14 +16,14 @@ from torch import nn
 
 import fedloom as fl
 from fedavg_support import federation, small_task
+from fedloom.algorithm.records import Aggregate, Message, Plan, Replies, Selection
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.errors import Diverged, InvalidValue
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import Diverged, InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Aggregate, Message, Plan, Replies, Selection
-from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

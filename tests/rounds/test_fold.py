@@ -16,16 +16,24 @@ import torch
 from torch import Tensor
 
 from every_method import EVERY_METHOD, WRAPPERS
+from fedloom.algorithm.method import Method
+from fedloom.algorithm.records import (
+    INTEGERS,
+    Aggregate,
+    Message,
+    Plan,
+    Replies,
+    Selection,
+    block_slots,
+)
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.local.cohort import Cohort
-from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import INTEGERS, Aggregate, Message, Plan, Replies, Selection, block_slots
-from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
@@ -84,8 +92,8 @@ def test_a_method_ends_in_the_same_state_block_by_block(
 ) -> None:
     states = []
     for slots in (CLIENTS, 3, 1):
-        monkeypatch.setattr("fedloom.records.LEAST_SLOTS", slots)
-        monkeypatch.setattr("fedloom.records.MOST_SLOTS", slots)
+        monkeypatch.setattr("fedloom.algorithm.records.LEAST_SLOTS", slots)
+        monkeypatch.setattr("fedloom.algorithm.records.MOST_SLOTS", slots)
         course = begun(name)
         for number, present in enumerate([range(CLIENTS), (0, 2, 5, 6)], start=1):
             pipeline = course.at(number)
@@ -161,8 +169,8 @@ class Watching:
 
 @pytest.fixture
 def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.records.MOST_SLOTS", 4)
-    monkeypatch.setattr("fedloom.records.LEAST_SLOTS", 4)
+    monkeypatch.setattr("fedloom.algorithm.records.MOST_SLOTS", 4)
+    monkeypatch.setattr("fedloom.algorithm.records.LEAST_SLOTS", 4)
 
 
 @pytest.mark.usefixtures("blocks_of_four")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fedloom as fl
+from fedloom.common.training import Training
 from fedloom.engines.stacked import StackedEngine
 from fedloom.parts.building import build
 from fedloom.report.page import render
@@ -18,7 +19,6 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.pool_watch import CAME_APART, PoolWatch
 from fedloom.rounds.schedule import Schedule
 from fedloom.task.making import make_task
-from fedloom.training import Training
 from json_lines import json_lines
 from small_task import small_task
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.training import Training
 from fedloom.data.dataset import datasets
-from fedloom.errors import FedloomError, InvalidValue
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.config_file import configuration, load
 from fedloom.runs.configuration import Configuration, Data
 from fedloom.runs.directory import folder_name
-from fedloom.training import Training
 
 ROOT = Path(__file__).resolve().parents[2]
 

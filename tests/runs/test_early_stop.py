@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom.errors import CheckpointError, InvalidValue
+from fedloom.common.errors import CheckpointError, InvalidValue
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured
 from fedloom.runs.events import Event, RunName

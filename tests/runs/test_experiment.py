@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.config.expression import parse
-from fedloom.config.fields import checked
+from fedloom.common.errors import CheckpointError, InvalidValue
+from fedloom.common.expression import parse
+from fedloom.common.fields import checked
 from fedloom.data.dataset import make_dataset
 from fedloom.data.partition import Partition
-from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.parts.building import build
 from fedloom.recording.recorder import build_recorders
 from fedloom.rounds.checkpoint import RoundLog

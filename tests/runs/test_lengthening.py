@@ -15,8 +15,8 @@ import torch
 import fedloom as fl
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm
-from fedloom.errors import CheckpointError
-from fedloom.method import Method, components, needs_total_rounds
+from fedloom.algorithm.method import Method, components, needs_total_rounds
+from fedloom.common.errors import CheckpointError
 from fedloom.parts.building import build
 from fedloom.parts.hooks import Part
 from fedloom.runs.config_file import configuration

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import fedloom as fl
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.runs.events import Event, RunName
 from fedloom.runs.progress import NotebookBars, display
 from small_task import small_task

@@ -25,8 +25,8 @@ import pytest
 
 import fedloom as fl
 from fedloom.algorithm import algorithms
-from fedloom.config.plugins import import_plugins
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.plugins import import_plugins
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configuration import Configuration

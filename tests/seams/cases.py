@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fedloom.config.registry import Entry
-from fedloom.errors import InvalidValue
-from fedloom.method import Method, algorithms
+from fedloom.algorithm.method import Method, algorithms
+from fedloom.common.errors import InvalidValue
+from fedloom.common.registry import Entry
 from fedloom.rounds.clock import Clock
 from fedloom.task import Task
 from seams.setting import Change, LossyEngine, federation, proof_of, small_task

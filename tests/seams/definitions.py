@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedloom.algorithm.method import Method, components, name_of
+from fedloom.algorithm.records import SERVER_MODEL, Selection
+from fedloom.common.round import Round
 from fedloom.flat.layout import Layout
-from fedloom.method import Method, components, name_of
 from fedloom.parts.stages import HELD_OUT_LOSS
-from fedloom.records import SERVER_MODEL, Selection
-from fedloom.round import Round
 
 Message = dict[str, Tensor]
 """Download or upload of one client, without a client axis."""

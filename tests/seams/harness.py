@@ -26,10 +26,10 @@ if __name__ == "__main__":  # as a program: add the folder of the test modules, 
 import torch
 from torch import Tensor
 
-from fedloom.errors import FedloomError
-from fedloom.method import components
+from fedloom.algorithm.method import components
+from fedloom.common.errors import FedloomError
+from fedloom.common.round import Round
 from fedloom.parts.robust import Robust
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from seams.cases import (
     ROUNDS,
@@ -63,7 +63,7 @@ def run_case(case: Case, directory: Path | None = None) -> None:
     In straight courses, foldable replies come in blocks of two slots. Raises `Deviation`.
     """
     slots = {"LEAST_SLOTS": 2, "MOST_SLOTS": 2} if case.course == "straight" else {}
-    with mock.patch.multiple("fedloom.records", **slots) if slots else nullcontext():
+    with mock.patch.multiple("fedloom.algorithm.records", **slots) if slots else nullcontext():
         _run_case(case, directory)
 
 

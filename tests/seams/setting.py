@@ -12,23 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm
+from fedloom.algorithm.method import Method, components
+from fedloom.algorithm.records import Exchange, Message, Selection
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition, split_train_test
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.local.cohort import Cohort
-from fedloom.method import Method, components
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
 from fedloom.parts.hooks import Inner, Part, Poll
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Exchange, Message, Selection
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import Training
 
 FEATURES, HIDDEN, CLASSES = 4, 5, 3
 SIZES = (3, 6, 8, 4, 7, 5, 2, 9, 6)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedloom.errors import Diverged, InvalidValue
-from fedloom.method import algorithms
+from fedloom.algorithm.method import algorithms
+from fedloom.common.errors import Diverged, InvalidValue
 from seams.cases import needs_method
 from seams.setting import LossyEngine, federation, proof_of, small_task
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import Method, components
+from fedloom.algorithm.records import Aggregate, Message, Selection
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
 from fedloom.local.cohort import Cohort
-from fedloom.method import Method, components
 from fedloom.parts.building import build
 from fedloom.parts.dp_sgd import DPSGD
 from fedloom.parts.hooks import Part
 from fedloom.parts.local_private import LocalPrivate
-from fedloom.records import Aggregate, Message, Selection
-from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
 from seams.setting import SIZES, answered, federation, small_task

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Facts
+from fedloom.algorithm.method import algorithms, needs_total_rounds
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
 from fedloom.local.cohort import Cohort
-from fedloom.method import algorithms, needs_total_rounds
 from fedloom.parts.hooks import HOOKS, Part
-from fedloom.records import Message
-from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from seams.cases import WRAPPERS, needs_method
 from seams.setting import federation, small_task

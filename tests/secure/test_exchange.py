@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from fedloom.algorithm.records import Replies, Selection
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.flat.population import squared_distances
 from fedloom.parts.building import build
 from fedloom.parts.secure_recombination import Secure, exchange_
-from fedloom.randomness import stream
-from fedloom.records import Replies, Selection
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.secure import Rehearsal, Rules, rehearse, stream_choices

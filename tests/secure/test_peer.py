@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.secure import (
     InMemoryTransport,
     Peer,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.serving.exporting import SUFFIXES, export
 from fedloom.serving.prediction_files import prediction_columns
 from forking_cli import main

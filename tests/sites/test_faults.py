@@ -16,11 +16,11 @@ import pytest
 import torch
 from flwr.app import Array, Context, Message, RecordDict
 
+from fedloom.algorithm.records import INTEGERS
+from fedloom.common.errors import InvalidValue, RefusedReply
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue, RefusedReply
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
-from fedloom.records import INTEGERS
 from fedloom.rounds.federation import Federation
 from fedloom.sites.agreement import deployment
 from fedloom.sites.client_app import app

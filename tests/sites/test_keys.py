@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from fedloom.errors import DataError, InvalidValue
+from fedloom.common.errors import DataError, InvalidValue
 from fedloom.sites.keys import AUTHORITY_DAYS, SERVER_DAYS, make_keys
 from forking_cli import main
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.errors import DataError, InvalidValue
+from fedloom.common.errors import DataError, InvalidValue
 from fedloom.sites.keys import make_keys
 from fedloom.sites.node_config import FEWEST_PEERS, NodeConfig, read_peers
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 
+from fedloom.algorithm.method import components
+from fedloom.algorithm.records import INTEGERS
 from fedloom.algorithms.fedmr import FedMR
+from fedloom.common.errors import InvalidValue
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
-from fedloom.method import components
 from fedloom.parts.building import build
-from fedloom.records import INTEGERS
 from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
 from fedloom.secure import Rules, to_layers

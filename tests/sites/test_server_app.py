@@ -20,9 +20,9 @@ from flwr.supercore.exit import signal_handler
 from flwr.supercore.telemetry import EventType
 from torch import Tensor
 
+from fedloom.common.errors import CheckpointError, DataError, InvalidValue
 from fedloom.data.dataset import Samples, make_dataset
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import CheckpointError, DataError, InvalidValue
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.runs.configured import run_configured

@@ -20,7 +20,7 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.sites import site_worker
 from fedloom.sites.client_app import app
 from fedloom.sites.messages import Refusal

@@ -18,17 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from every_method import EVERY_METHOD
+from fedloom.algorithm.method import components
+from fedloom.algorithm.records import INTEGERS, TensorSpec
+from fedloom.common.errors import FedloomError
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import FedloomError
 from fedloom.flat.layout import Layout
-from fedloom.flat.population import capped
-from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import INTEGERS, TensorSpec
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Job
 from fedloom.rounds.federation import Federation
+from fedloom.rounds.replies import capped
 from fedloom.rounds.schedule import Schedule
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment

@@ -17,10 +17,10 @@ from PIL import Image
 from torch import Tensor
 
 import fedloom as fl
+from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.data.columns import Columns
 from fedloom.data.formats.arrow import as_arrow
 from fedloom.data.sets.table import table_dataset
-from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.parts.accounting import ORDERS, epsilon
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment

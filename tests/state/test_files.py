@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.errors import CheckpointError, DamagedCheckpoint, DiskFull
+from fedloom.common.errors import CheckpointError, DamagedCheckpoint, DiskFull
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.runs.directory import read_json
 from fedloom.state.client_files import ClientFiles

@@ -16,12 +16,12 @@ from torch import Tensor
 
 import fedloom.algorithms.fedmr
 import fedloom.state.pool_files
+from fedloom.algorithm.records import Exchange, Replies, Selection
 from fedloom.algorithms.fedmr import FedMR
+from fedloom.common.errors import DiskFull
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import DiskFull
 from fedloom.parts.building import build
-from fedloom.records import Exchange, Replies, Selection
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from damage import damages
+from fedloom.common.errors import CheckpointError
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import CheckpointError
 from fedloom.parts.accounting import epsilon
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation

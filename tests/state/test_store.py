@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fedloom.state.store
-from fedloom.errors import CheckpointError, DamagedCheckpoint, InvalidValue
+from fedloom.common.errors import CheckpointError, DamagedCheckpoint, InvalidValue
 from fedloom.state.store import VERSIONS, ClientStore, Memory
 
 CLIENTS = 4

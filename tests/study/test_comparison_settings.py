@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import pytest
 
 from fedloom.cli import main
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.common.errors import FedloomError, InvalidValue
 from fedloom.report import image_files as images
 from fedloom.runs.config_file import configuration, put
 from fedloom.runs.configuration import Configuration

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.errors import FedloomError
+from fedloom.common.errors import FedloomError
 from fedloom.runs.config_file import configuration
 from fedloom.study.comparison import Comparison
 from fedloom.study.comparison_result import read_comparison

@@ -8,9 +8,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from fedloom.common.errors import InvalidValue
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.ray.session import LOCAL, Session
-from fedloom.errors import InvalidValue
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.events import Event

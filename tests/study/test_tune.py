@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import fedloom as fl
 from fedloom.cli import main
+from fedloom.common.errors import FedloomError, InvalidValue
 from fedloom.data.dataset import Dataset, Samples, datasets, make_dataset
-from fedloom.errors import FedloomError, InvalidValue
 from fedloom.parts.building import build
 from fedloom.runs.config_file import put
 from fedloom.runs.events import Event

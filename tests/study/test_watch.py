@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from fedloom.cli import main
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured
 from fedloom.runs.directory import RunDirectory, read_json

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.training import Passes
+from fedloom.common.training import Passes
 
 
 def batch_order(

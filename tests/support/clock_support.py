@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedloom.common.training import Training
 from fedloom.rounds.clock import Clock
 from fedloom.runs.result import Result
 from fedloom.runs.run import run
 from fedloom.task import Task
 from fedloom.task.making import make_task
-from fedloom.training import Training
 
 STRAGGLERS = Clock(speed="stragglers(100, 10)", down=10_000, up="lognormal(5000, 0.5)")
 

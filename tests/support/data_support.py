@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fedloom.config.expression import Call
+from fedloom.common.expression import Call
 from fedloom.data.dataset import Dataset, datasets
 
 

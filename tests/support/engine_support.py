@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
+from fedloom.algorithm.records import INTEGERS
+from fedloom.common.round import Round
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import INTEGERS
-from fedloom.round import Round
 from fedloom.rounds.engine import Engine, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import fedloom
 from every_method import EVERYBODY
+from fedloom.algorithm.records import uniform
+from fedloom.common.round import Round
 from fedloom.parts.building import build
-from fedloom.records import uniform
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.sites import messages

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.config.expression import Call
+from fedloom.common.expression import Call
 from fedloom.data import DataSpec
 from fedloom.models.build import build_model
 

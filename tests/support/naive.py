@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from batch_order import batch_order
+from fedloom.algorithm.method import Method
+from fedloom.common.randomness import stream
 from fedloom.engines.rows import RowsEngine
-from fedloom.method import Method
-from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation, Schedule
 from naive_world import FEATURES, SmallWorld
 

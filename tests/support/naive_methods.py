@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedloom.randomness import stream
+from fedloom.common.randomness import stream
 from naive_personal import (
     LAYERS,
     Moment,

@@ -17,11 +17,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from batch_order import batch_order
+from fedloom.algorithm.method import Method
+from fedloom.algorithm.records import INTEGERS
+from fedloom.common.randomness import stream
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.method import Method
-from fedloom.randomness import stream
-from fedloom.records import INTEGERS
-from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

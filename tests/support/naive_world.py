@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.task import Task
-from fedloom.training import Training
 
 FEATURES = 5
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.config.expression import Call
+from fedloom.common.expression import Call
 from fedloom.data.partition import Indices, Partition, partitions
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from fedloom.task.making import make_task
-from fedloom.training import Training
 
 
 @cache

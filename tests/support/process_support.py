@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.algorithm import Facts
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.training import Training
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
-from fedloom.records import Message
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
-from fedloom.training import Training
 from small_task import CLASSES, KeepsClientMemory, small_task
 
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.local.cohort import Cohort
-from fedloom.records import Message
 
 SCRIPT = """
 import os

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedloom.randomness import stream
+from fedloom.common.randomness import stream
 from fedloom.secure import (
     InMemoryTransport,
     Peer,

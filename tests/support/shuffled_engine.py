@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.pipeline import Pipeline
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
 from fedloom.parts.pipeline import Pipeline
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.sites.template import write_app

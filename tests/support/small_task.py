@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.local.cohort import Cohort
-from fedloom.records import Message
 from fedloom.task import Task
-from fedloom.training import Training
 
 CLASSES = 4
 TRAIN_SIZES = (9, 5, 12, 7, 3, 8)

@@ -13,12 +13,12 @@ from torch import nn
 
 from every_method import EVERYBODY, PRIVATE, WRAPPERS
 from fedloom.algorithm import algorithms
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import Training
 from naive import World
 
 SIZES = (9, 22, 5, 14, 13, 7)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
+from fedloom.algorithm.records import Aggregate, Message, Plan, Replies
+from fedloom.common.round import Round
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort, Context
-from fedloom.records import Aggregate, Message, Plan, Replies
-from fedloom.round import Round
 
 MISTAKES = {
     "ReturnsNothing": "returned nothing",

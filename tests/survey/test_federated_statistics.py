@@ -21,7 +21,7 @@ from rich.console import Console
 
 import fedloom as fl
 from fedloom.cli.terminal import statistics_tables
-from fedloom.errors import InvalidValue, RefusedReply
+from fedloom.common.errors import InvalidValue, RefusedReply
 from fedloom.parts.accounting import epsilon
 from fedloom.survey.column_statistics import QUANTILES, Statistics, Survey
 from fedloom.survey.federated_statistics import answer, collect, shared_rows, statistics

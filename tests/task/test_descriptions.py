@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fedloom as fl
+from fedloom.common.training import Training
 from fedloom.reviews.checker.findings import Finding, Findings
-from fedloom.training import Training
 from small_task import small_task
 
 

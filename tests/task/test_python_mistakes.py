@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.common.errors import FedloomError
 from fedloom.data import DataSpec
-from fedloom.errors import FedloomError
 from small_task import small_task
 
 

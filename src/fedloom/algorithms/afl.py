@@ -2,10 +2,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Round, algorithms
+from fedloom.algorithm.records import Aggregate, Plan, Replies
 from fedloom.algorithms.qfedavg import ReportsLoss
 from fedloom.algorithms.sharing import require_everybody
-from fedloom.config.fields import NonNegative
-from fedloom.records import Aggregate, Plan, Replies
+from fedloom.common.fields import NonNegative
 
 
 @algorithms.register("afl")

@@ -2,11 +2,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
-from fedloom.config.fields import Probability
+from fedloom.common.fields import Probability
 from fedloom.flat.module import Batch
-from fedloom.records import Message
 
 
 @algorithms.register("apfl")

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.statistics import require_constant_rate
-from fedloom.config.fields import NonNegative, Probability
+from fedloom.common.fields import NonNegative, Probability
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 from fedloom.flat.population import weighted_mean
-from fedloom.records import Message
 
 
 @algorithms.register("apple")

@@ -2,9 +2,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
+from fedloom.algorithm.records import Message, Plan, Replies
 from fedloom.algorithms.sharing import require_everybody
-from fedloom.config.fields import NonNegative, NonNegativeInt
-from fedloom.records import Message, Plan, Replies
+from fedloom.common.fields import NonNegative, NonNegativeInt
 
 
 @algorithms.register("cfl")

@@ -3,10 +3,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.config.fields import Count, NonNegative
-from fedloom.records import Message
+from fedloom.common.fields import Count, NonNegative
 
 
 @algorithms.register("ditto")

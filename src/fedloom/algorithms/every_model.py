@@ -3,8 +3,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Facts, Round
+from fedloom.algorithm.records import Plan, Replies
 from fedloom.algorithms.sharing import PartlyShared, require_everybody, take
-from fedloom.records import Plan, Replies
 
 
 class EveryModel(PartlyShared):

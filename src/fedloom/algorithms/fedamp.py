@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Facts, Round, algorithms
+from fedloom.algorithm.records import Message, Plan, Replies, server_model, start_is_changed
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.fedprox import proximal
-from fedloom.config.fields import NonNegative, Positive
+from fedloom.common.fields import NonNegative, Positive
 from fedloom.flat.population import squared_distances
 from fedloom.local.cohort import Cohort, Context, Correction
-from fedloom.records import Message, Plan, Replies, server_model, start_is_changed
 
 
 @algorithms.register("fedamp")

@@ -5,11 +5,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Replies
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.algorithms.statistics import require_classes
-from fedloom.config.fields import NonNegative
+from fedloom.common.fields import NonNegative
 from fedloom.flat.module import Batch, Net, data_loss
-from fedloom.records import Aggregate, Message, Replies
 
 
 @algorithms.register("fedas")

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
-from fedloom.config.fields import NonNegative, Share
+from fedloom.algorithm.records import Aggregate, Message, Plan
+from fedloom.common.fields import NonNegative, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
-from fedloom.records import Aggregate, Message, Plan
 
 
 @algorithms.register("fedsam")

@@ -1,5 +1,5 @@
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
-from fedloom.records import Aggregate, Replies
+from fedloom.algorithm.records import Aggregate, Replies
 
 
 @algorithms.register("fedavg")

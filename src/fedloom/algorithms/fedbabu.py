@@ -3,9 +3,9 @@ from typing import Literal
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.kept_layers import KeepsHead
-from fedloom.config.fields import NonNegativeInt
-from fedloom.records import Message
+from fedloom.common.fields import NonNegativeInt
 
 
 @algorithms.register("fedbabu")

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Facts, Round, algorithms
+from fedloom.algorithm.records import Plan, Replies
 from fedloom.algorithms.fedmr import Indep, Schedule, blend_at, require_schedule
 from fedloom.algorithms.sharing import take
-from fedloom.config.fields import Count, NonNegativeInt
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count, NonNegativeInt
 from fedloom.flat.layout import Unit
-from fedloom.records import Plan, Replies
 
 
 @algorithms.register("fedcross")

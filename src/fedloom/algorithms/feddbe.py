@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Plan
 from fedloom.algorithms.linear_head import LinearHead, shifted
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
-from fedloom.config.fields import NonNegative, Share
+from fedloom.common.fields import NonNegative, Share
 from fedloom.flat.module import Batch, Context, Net
-from fedloom.records import Aggregate, Message, Plan
 
 
 @algorithms.register("feddbe")

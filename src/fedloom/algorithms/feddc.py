@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Plan, server_model
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.algorithms.statistics import mean_gradient, relative_sizes, require_sgd
 from fedloom.local.cohort import Cohort, Context, Trained
-from fedloom.records import Aggregate, Message, Plan, server_model
 
 
 @algorithms.register("feddc")

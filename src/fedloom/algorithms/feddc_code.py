@@ -1,9 +1,9 @@
 from torch import Tensor
 
 from fedloom.algorithm import algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.feddc import FedDC
 from fedloom.local.cohort import Cohort, Trained
-from fedloom.records import Message
 
 
 @algorithms.register("feddc_code")

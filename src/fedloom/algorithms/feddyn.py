@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Plan, Replies, server_model
 from fedloom.algorithms.statistics import mean_size, relative_sizes
-from fedloom.config.fields import NonNegative
+from fedloom.common.fields import NonNegative
 from fedloom.local.cohort import Cohort, Context
-from fedloom.records import Aggregate, Message, Plan, Replies, server_model
 
 
 class Drifting(Algorithm):

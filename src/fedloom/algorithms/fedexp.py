@@ -2,8 +2,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
-from fedloom.config.fields import Positive
-from fedloom.records import Aggregate, Plan, Replies
+from fedloom.algorithm.records import Aggregate, Plan, Replies
+from fedloom.common.fields import Positive
 
 
 @algorithms.register("fedexp")

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.algorithm.records import Message, Plan, Replies
 from fedloom.algorithms.sharing import PartlyShared, length, take
 from fedloom.algorithms.statistics import divided
-from fedloom.config.fields import Count, Probability, Share
+from fedloom.common.fields import Count, Probability, Share
 from fedloom.flat.population import weighted_mean
-from fedloom.records import Message, Plan, Replies
 
 
 @algorithms.register("fedfomo")

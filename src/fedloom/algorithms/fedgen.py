@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
+from fedloom.algorithm.records import Message, Plan, Replies, TensorSpec
 from fedloom.algorithms.linear_head import LinearHead
-from fedloom.config.fields import Count, NonNegative, Positive
+from fedloom.common.fields import Count, NonNegative, Positive
+from fedloom.common.randomness import global_stream
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch, Net
 from fedloom.flat.population import weighted_mean
-from fedloom.randomness import global_stream
-from fedloom.records import Message, Plan, Replies, TensorSpec
 
 Width = Annotated[int, Field(ge=1, le=1_000_000)]
 

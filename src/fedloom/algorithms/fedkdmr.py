@@ -3,13 +3,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Round, algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.algorithms.statistics import require_classes
-from fedloom.config.fields import NonNegativeInt, Positive, Probability
+from fedloom.common.fields import NonNegativeInt, Positive, Probability
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
 from fedloom.local.distillation import divergence, teacher_outputs
-from fedloom.records import Message
 
 
 @algorithms.register("fedkdmr")

@@ -12,9 +12,10 @@ from pydantic import Strict
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms, is_personal
+from fedloom.algorithm.records import Message, Plan, Replies
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.config.fields import NonNegative, Share
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import NonNegative, Share
 from fedloom.flat.layout import Unit, UnitKind
 from fedloom.flat.population import (
     mean_cosine_similarity,
@@ -22,7 +23,6 @@ from fedloom.flat.population import (
     total_variance,
     weighted_mean,
 )
-from fedloom.records import Message, Plan, Replies
 
 Schedule = float | list[Annotated[tuple[int, float], Strict(False)]]
 """A share in [0, 1], or pairs [round, share] with linear interpolation between them."""

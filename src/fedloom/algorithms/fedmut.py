@@ -1,7 +1,7 @@
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
-from fedloom.config.fields import Count, NonNegative, Probability
+from fedloom.algorithm.records import Aggregate, Message, Plan, Replies
+from fedloom.common.fields import Count, NonNegative, Probability
 from fedloom.flat.population import mutate
-from fedloom.records import Aggregate, Message, Plan, Replies
 
 
 @algorithms.register("fedmut")

@@ -1,8 +1,8 @@
 from collections.abc import Mapping
 
 from fedloom.algorithm import Algorithm, Cohort, Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Replies
 from fedloom.algorithms.statistics import accumulated_weights, require_sgd
-from fedloom.records import Aggregate, Message, Replies
 
 
 @algorithms.register("fednova")

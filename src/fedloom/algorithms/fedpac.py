@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.algorithm.records import Message, Plan, Replies
 from fedloom.algorithms.fedproto import pulled_loss, with_means
 from fedloom.algorithms.kept_layers import FedRep
 from fedloom.algorithms.linear_head import LinearHead
 from fedloom.algorithms.sharing import put_, take
-from fedloom.config.fields import NonNegative, NonNegativeInt
-from fedloom.records import Message, Plan, Replies
+from fedloom.common.fields import NonNegative, NonNegativeInt
 
 
 @algorithms.register("fedpac")

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.config.fields import Probability
+from fedloom.common.fields import Probability
 from fedloom.flat.module import Batch, Net
-from fedloom.records import Message
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 

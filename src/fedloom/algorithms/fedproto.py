@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Plan, Replies
 from fedloom.algorithms.linear_head import LinearHead, nearest_prototype
-from fedloom.config.fields import NonNegative
+from fedloom.common.fields import NonNegative
 from fedloom.flat.module import Batch, Net
-from fedloom.records import Aggregate, Message, Plan, Replies
 
 
 @algorithms.register("fedproto")

@@ -2,9 +2,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, algorithms
-from fedloom.config.fields import NonNegative, Positive
+from fedloom.algorithm.records import Message, server_model
+from fedloom.common.fields import NonNegative, Positive
 from fedloom.local.cohort import Cohort, Context, Correction
-from fedloom.records import Message, server_model
 
 
 @algorithms.register("fedprox")

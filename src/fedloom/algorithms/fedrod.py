@@ -5,12 +5,12 @@ from torch import Tensor
 from torch.func import grad
 
 from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.algorithm.records import Message, Plan
 from fedloom.algorithms.linear_head import NEVER, Head, LinearHead, two_heads
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
-from fedloom.config.fields import NonNegative
+from fedloom.common.fields import NonNegative
 from fedloom.flat.module import Batch, Net
-from fedloom.records import Message, Plan
 
 
 @algorithms.register("fedrod")

@@ -5,10 +5,10 @@ from typing import Literal
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.algorithm.records import Message, server_model
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.config.fields import NonNegative, NonNegativeInt
-from fedloom.records import Message, server_model
+from fedloom.common.fields import NonNegative, NonNegativeInt
 
 
 @algorithms.register("fedavg_c")

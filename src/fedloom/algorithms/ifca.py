@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
-from fedloom.config.fields import Count
-from fedloom.errors import InvalidValue
+from fedloom.algorithm.records import Aggregate, Message, Plan, Replies, TensorSpec
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count
+from fedloom.common.randomness import global_stream
 from fedloom.models.structure import drawn_again
-from fedloom.randomness import global_stream
-from fedloom.records import Aggregate, Message, Plan, Replies, TensorSpec
 
 
 @algorithms.register("ifca")

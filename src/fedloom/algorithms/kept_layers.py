@@ -5,12 +5,12 @@ each client.
 from torch import Tensor, nn
 
 from fedloom.algorithm import Cohort, Facts, algorithms, name_of
+from fedloom.algorithm.records import Message, Plan
 from fedloom.algorithms.sharing import PartlyShared, block_layers
-from fedloom.config.fields import Count, NonNegativeInt
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count, NonNegativeInt
 from fedloom.flat.layout import Unit
 from fedloom.models.structure import head_name, layer_finder, require_untied_layers
-from fedloom.records import Message, Plan
 
 
 @algorithms.register("silobn")

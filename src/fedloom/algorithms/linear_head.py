@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.algorithm import Cohort
-from fedloom.errors import InvalidValue
+from fedloom.algorithm.records import Plan
+from fedloom.common.errors import InvalidValue
 from fedloom.flat.layout import TensorSlice, Unit
 from fedloom.models.structure import head_name, require_untied_layers
-from fedloom.records import Plan
 
 Head = tuple[Tensor, Tensor]
 """Weight `[..., Y, d]` and bias `[..., Y]` of a classifier of d features onto Y classes."""

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.algorithm import Algorithm, Cohort, algorithms
-from fedloom.config.fields import NonNegative, Positive
+from fedloom.algorithm.records import Message, server_model
+from fedloom.common.fields import NonNegative, Positive
 from fedloom.flat.module import Batch, Net
-from fedloom.records import Message, server_model
 
 
 @algorithms.register("moon")

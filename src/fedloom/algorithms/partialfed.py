@@ -2,12 +2,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
-from fedloom.config.fields import Count, NonNegativeInt, Positive, Share
+from fedloom.common.fields import Count, NonNegativeInt, Positive, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
-from fedloom.records import Message
 
 TINY, COLDEST = 1e-20, 0.05
 

@@ -3,10 +3,10 @@ from typing import Literal
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.config.fields import Count, NonNegative, Positive
+from fedloom.common.fields import Count, NonNegative, Positive
 from fedloom.flat.module import Batch, Context
-from fedloom.records import Message
 
 
 @algorithms.register("per_fedavg")

@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.algorithm import Cohort, Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Plan
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.algorithms.linear_head import Head, LinearHead, discriminant
-from fedloom.config.fields import Positive
-from fedloom.randomness import stream
-from fedloom.records import Aggregate, Message, Plan
+from fedloom.common.fields import Positive
+from fedloom.common.randomness import stream
 
 
 @algorithms.register("pfedfda")

@@ -4,12 +4,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Plan
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
-from fedloom.config.fields import Count, NonNegative, Positive
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count, NonNegative, Positive
 from fedloom.flat.module import Batch
-from fedloom.records import Aggregate, Message, Plan
 
 
 @algorithms.register("pfedme")

@@ -3,8 +3,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
-from fedloom.config.fields import NonNegative
-from fedloom.records import (
+from fedloom.algorithm.records import (
     NOTHING,
     Aggregate,
     Message,
@@ -12,6 +11,7 @@ from fedloom.records import (
     block_slots,
     server_model,
 )
+from fedloom.common.fields import NonNegative
 
 
 class ReportsLoss(Algorithm):

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Plan, Replies, server_model
 from fedloom.algorithms.statistics import mean_gradient, momentum_gain, require_sgd
-from fedloom.config.fields import Positive
+from fedloom.common.fields import Positive
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort, Context, Trained
-from fedloom.records import Aggregate, Message, Plan, Replies, server_model
 
 
 @algorithms.register("scaffold")

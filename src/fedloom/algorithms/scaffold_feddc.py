@@ -1,10 +1,10 @@
 from typing import ClassVar
 
 from fedloom.algorithm import Round, algorithms
+from fedloom.algorithm.records import Message, Plan
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.local.cohort import Cohort
-from fedloom.records import Message, Plan
 
 
 @algorithms.register("scaffold_feddc")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Round, algorithms
+from fedloom.algorithm.records import Aggregate, Plan
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.config.fields import BelowOne, Positive, Probability
-from fedloom.records import Aggregate, Plan
+from fedloom.common.fields import BelowOne, Positive, Probability
 
 
 class ServerOptimizer(FedAvg, ABC):

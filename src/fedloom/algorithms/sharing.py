@@ -17,10 +17,10 @@ from fedloom.algorithm import (
     name_of,
     overrides,
 )
-from fedloom.errors import InvalidValue
+from fedloom.algorithm.records import Aggregate, Message, Plan
+from fedloom.common.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.models.structure import block_parameters, layer_finder, require_untied_layers
-from fedloom.records import Aggregate, Message, Plan
 
 
 def take(rows: Tensor, unit: Unit) -> Tensor:

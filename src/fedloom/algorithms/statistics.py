@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort
-from fedloom.config.rates import CONSTANT
+from fedloom.algorithm.records import Message, Plan
+from fedloom.common.errors import InvalidValue, quoted
+from fedloom.common.rates import CONSTANT
+from fedloom.common.training import Training
 from fedloom.data.dataset import Samples
-from fedloom.errors import InvalidValue, quoted
-from fedloom.records import Message, Plan
-from fedloom.training import Training
 
 
 def mean_size(plan: Plan) -> Tensor:

@@ -29,8 +29,8 @@ from fedloom.cli import (
     tuning,
 )
 from fedloom.cli.options import RunsFailed, resuming_command, short_help
-from fedloom.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
-from fedloom.rounds.termination import sigterm_interrupts
+from fedloom.common.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
+from fedloom.common.termination import sigterm_interrupts
 
 Command = Callable[..., Any]
 """A function with the arguments and the help of a command."""

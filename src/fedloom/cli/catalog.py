@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedloom.config.plugins import VARIABLE
+from fedloom.common.plugins import VARIABLE
 
 if TYPE_CHECKING:
-    from fedloom.config.registry import Entry
+    from fedloom.common.registry import Entry
 
 Entries = dict[str, dict[str, Any]]
 """Entries by name.
@@ -46,8 +46,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "algorithms": Kind("algorithm", "fedloom.method", "algorithms", "Methods, by family."),
-    "parts": Kind("part", "fedloom.method", "algorithms", "Parts of a round, by moment."),
+    "algorithms": Kind(
+        "algorithm", "fedloom.algorithm.method", "algorithms", "Methods, by family."
+    ),
+    "parts": Kind("part", "fedloom.algorithm.method", "algorithms", "Parts of a round, by moment."),
     "models": Kind("model", "fedloom.models", "models", "Models."),
     "datasets": Kind("data set", "fedloom.data.dataset", "datasets", "Data sets."),
     "partitions": Kind(
@@ -137,7 +139,7 @@ def _groups(kind: str) -> dict[str, str]:
 
     Empty for kinds without groups.
     """
-    from fedloom.method import algorithms
+    from fedloom.algorithm.method import algorithms
     from fedloom.parts.families import FAMILIES, family_of
     from fedloom.parts.moments import MOMENTS, parts_by_hook
 
@@ -163,7 +165,7 @@ def signature(entry: Entry[Any]) -> list[str]:
 
 
 def _parameter(name: str, parameter: inspect.Parameter) -> str:
-    from fedloom.config.expression import show
+    from fedloom.common.expression import show
 
     if parameter.default is inspect.Parameter.empty:
         return name

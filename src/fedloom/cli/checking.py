@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli.options import Overrides, option
-from fedloom.errors import InvalidValue, one_line
+from fedloom.common.errors import InvalidValue, one_line
 
 Subject = Annotated[str, typer.Argument(metavar="METHOD|FILE.toml", hidden=True)]
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.cli.options import Folder, option, short_help
-from fedloom.errors import InvalidValue, MissingExtra
+from fedloom.common.errors import InvalidValue, MissingExtra
 
 app = typer.Typer(
     name="flower",

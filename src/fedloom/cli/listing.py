@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -12,15 +11,13 @@ import typer
 
 from fedloom.cli.catalog import KINDS, Entries, cached_catalog, catalog
 from fedloom.cli.options import option
-from fedloom.errors import InvalidValue, UnknownName, quoted, suggestion
+from fedloom.common.errors import InvalidValue, UnknownName, quoted, suggestion
 
 Schemed = Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", hidden=True)]
 
 With = Annotated[
     str | None, option("--with", metavar="Y", help="Show how NAME and Y combine, in both orders.")
 ]
-
-SCHEMA = "fedloom.schema.json"
 
 
 def complete_name(incomplete: str) -> list[str]:
@@ -71,19 +68,13 @@ def schema(file: Schemed = None) -> None:
     With FILE.toml the schema is written beside it, as fedloom.schema.json, and the file's first
     line names it.
     """
-    from fedloom.runs.json_schema import json_schema
-    from fedloom.state.files import write_text
+    from fedloom.runs.json_schema import schema_text, write_schema
 
-    text = json.dumps(json_schema(), indent=1) + "\n"
     if file is None:
-        print(text, end="")
-        return
-    content = file.read_text(encoding="utf-8")
-    path = file.with_name(SCHEMA)
-    write_text(path, text)
-    if not content.startswith("#:schema "):
-        write_text(file, f"#:schema {SCHEMA}\n{content}")
-    print(f"{path}: named by the first line of {file}")
+        print(schema_text(), end="")
+    else:
+        path = write_schema(file)
+        print(f"{path}: named by the first line of {file}")
 
 
 def _plain(name: str) -> str:
@@ -160,7 +151,7 @@ def _print_table(kind: str) -> None:
 
 def _print_combinations(first: str, second: str) -> None:
     """Print each expression of two methods with its parts' moments, or the reason against it."""
-    from fedloom.cli.combining import combinations
+    from fedloom.parts.combining import combinations
 
     for combination in combinations(first, second):
         if combination.reason:

@@ -15,7 +15,7 @@ import click
 import typer
 
 from fedloom.cli.catalog import cached_catalog
-from fedloom.errors import FedloomError, InvalidValue, quoted
+from fedloom.common.errors import FedloomError, InvalidValue, quoted
 
 if TYPE_CHECKING:
     from fedloom.runs.events import RunName

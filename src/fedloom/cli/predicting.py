@@ -79,7 +79,7 @@ def export(run: Run, to: Formats = "onnx", output: Output = None, client: Client
     RUN is the folder of the run. The file contains the preprocessing as JSON in its metadata; ONNX
     needs the extra `onnx`.
     """
-    from fedloom.config.fields import require_one_of
+    from fedloom.common.fields import require_one_of
     from fedloom.serving.exporting import SUFFIXES, export
     from fedloom.serving.predictor import load, run_folder
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli.options import Folder, Places, Quiet, RunsFailed, folders_of, option, shown
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 
 if TYPE_CHECKING:
     from fedloom.reviews.evidence.replay import Replay
@@ -65,7 +65,7 @@ def replay(
     import sys
     from contextlib import nullcontext
 
-    from fedloom.config.plugins import refused_code
+    from fedloom.common.plugins import refused_code
     from fedloom.reviews.evidence.bundle import unpack
     from fedloom.reviews.evidence.replay import Replay
     from fedloom.runs.directory import readable

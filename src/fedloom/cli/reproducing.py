@@ -20,7 +20,7 @@ from fedloom.cli.options import (
     shown,
     this_command,
 )
-from fedloom.errors import InvalidValue, quoted
+from fedloom.common.errors import InvalidValue, quoted
 
 if TYPE_CHECKING:
     from fedloom.reviews.papers.plan import ReproducePlan

@@ -31,13 +31,13 @@ def run(
     or ray sets it. After an interruption, the same command continues; with more rounds=..., it
     lengthens a run, finished or not.
     """
-    from fedloom.config.expression import parse
+    from fedloom.common.expression import parse
     from fedloom.report.frames import result_lines
     from fedloom.report.page import render, write_page
-    from fedloom.report.units import time_text
     from fedloom.runs.config_file import load
     from fedloom.runs.configured import run_configured, run_directory
     from fedloom.runs.events import RunName
+    from fedloom.runs.run_figures import fastest_round
 
     configuration = load(file, overrides or [])
     algorithm = configuration.only_method("run")
@@ -60,19 +60,7 @@ def run(
     scores, costs = result_lines(summary)
     print(f"{name}: {scores}\n{costs}")
     if verbose:
-        from fedloom.engines.work import training_speed
-
-        pairs = [
-            (t["train_seconds"], len(r["clients"]))
-            for r, t in zip(summary.records, summary.timings, strict=False)
-        ]
-        seconds, clients = min(pairs, key=lambda pair: pair[0] / max(1, pair[1]))
-        speed, product = training_speed(make_task(configuration.seed), clients, seconds)
-        share = f"{speed / product:.0%} of a large matrix product here ({product:,.0f} GFLOP/s)"
-        print(
-            f"fastest round: {clients} clients trained in {time_text(seconds)}, {speed:,.1f} "
-            f"GFLOP/s, {share}"
-        )
+        print(fastest_round(summary, make_task(configuration.seed)))
     print(f"model:  {path / 'model.safetensors'}\nreport: {page}")
 
 

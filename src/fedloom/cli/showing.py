@@ -7,7 +7,7 @@ import typer
 
 from fedloom.cli.federation_files import run_app
 from fedloom.cli.options import File, Folder, Overrides, Quiet, option
-from fedloom.errors import InvalidValue, quoted
+from fedloom.common.errors import InvalidValue
 
 Port = Annotated[
     int, option(help="Port of the page, 8600 by default; 0 for any free port.", min=0, max=65535)
@@ -59,23 +59,20 @@ def report(
     """
     from rich.console import Console
 
-    from fedloom.recording.landscape import Landscape
-    from fedloom.recording.recorder import recorders
     from fedloom.report.image_files import require_images, write_images
+    from fedloom.runs.final_landscape import landscape_recorder
     from fedloom.study.comparison_result import read_comparison
-    from fedloom.study.final_landscape import add_landscapes
+    from fedloom.study.stored_runs import add_landscapes
 
     formats = [name.strip() for name in images.split(",") if name.strip()]
     if formats:
         require_images(formats)
-    recorder = recorders.build(record) if record else None
+    recorder = landscape_recorder(record) if record else None
     result = read_comparison(folder)
-    if isinstance(recorder, Landscape):
+    if recorder is not None:
         console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         add_landscapes(result.runs, recorder, console.print)
         result = read_comparison(folder)
-    elif recorder is not None:
-        raise InvalidValue(f"--record {quoted(record)}: only landscape can be recorded afterwards")
     for page in result.rewrite_reports():
         print(f"report: {page}")
     if formats:

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedloom.common.errors import DataError, quoted, shortened, suggestion
 from fedloom.data.formats.arrow_columns import categories, first_empty, is_text, numbers, one_hot
 from fedloom.data.formats.limits import require_room
-from fedloom.errors import DataError, quoted, shortened, suggestion
 
 Missing = Literal["refuse", "mean", "drop"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.errors import DataError, InvalidValue, one_line, quoted
+from fedloom.common.errors import DataError, InvalidValue, one_line, quoted
 
 Names = tuple[str, ...]
 BOOLEANS: Names = ("False", "True")

@@ -8,9 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedloom.config.description import Described
-from fedloom.config.expression import Call
-from fedloom.config.registry import Registry
+from fedloom.common.description import Described
+from fedloom.common.errors import InvalidValue, quoted, suggestion
+from fedloom.common.expression import Call
+from fedloom.common.randomness import stream
+from fedloom.common.registry import Registry
 from fedloom.data.convert import BOOLEANS, Names, as_groups, as_inputs, as_labels
 from fedloom.data.lazy import LazyInputs, in_memory
 from fedloom.data.preprocessing import (
@@ -23,12 +25,10 @@ from fedloom.data.preprocessing import (
     label_type,
     normalised,
 )
-from fedloom.errors import InvalidValue, quoted, suggestion
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.metrics import NamedMetric
 from fedloom.objectives.regression import Standardised
-from fedloom.randomness import stream
 
 
 @dataclass(frozen=True)

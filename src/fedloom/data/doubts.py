@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from fedloom.common.errors import quoted, shortened
 from fedloom.data.columns import Columns
 from fedloom.data.formats.arrow_columns import categories, is_text, numbers
-from fedloom.errors import quoted, shortened
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _MARKED = re.compile(r"[$€£]? ?[+-]?\d[\d,.' ]* ?[%$€£]?")

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.common.errors import InvalidValue
 from fedloom.data.convert import as_inputs
-from fedloom.errors import InvalidValue
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.config.expression import show
-from fedloom.config.fields import require_fields
-from fedloom.config.registry import Registry
+from fedloom.common.errors import InvalidValue, quoted
+from fedloom.common.expression import show
+from fedloom.common.fields import require_fields
+from fedloom.common.randomness import numpy_stream
+from fedloom.common.registry import Registry
 from fedloom.data.partition import Indices, Partition, draw_from_each, sample_keys
-from fedloom.errors import InvalidValue, quoted
-from fedloom.randomness import numpy_stream
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.config.plugins import found_at
-from fedloom.config.registry import Registry
+from fedloom.common.errors import DataError, InvalidValue, error_text
+from fedloom.common.plugins import found_at
+from fedloom.common.randomness import stream_seed
+from fedloom.common.registry import Registry
 from fedloom.data.formats.numpy_files import read_arrays
-from fedloom.errors import DataError, InvalidValue, error_text
-from fedloom.randomness import stream_seed
 from fedloom.state.files import not_written, replacing
 
 Indices = npt.NDArray[np.int64]

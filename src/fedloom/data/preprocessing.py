@@ -16,6 +16,8 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
+from fedloom.common.digest import digest_of_json
+from fedloom.common.errors import DataError, InvalidValue, quoted
 from fedloom.data.columns import TableInputs
 from fedloom.data.convert import as_inputs, require_finite
 from fedloom.data.formats.arrow import as_arrow
@@ -23,9 +25,7 @@ from fedloom.data.formats.csv_files import CsvOptions
 from fedloom.data.formats.limits import naming, reading
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.formats.words import UNKNOWN, encode, tokens
-from fedloom.errors import DataError, InvalidValue, quoted
 from fedloom.objectives import Answer, on_device
-from fedloom.state.digest import digest_of_json
 
 Scale = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel, pixels in [0, 1]."""

@@ -12,13 +12,13 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.config.fields import NonNegative, Probability, require_fields
-from fedloom.config.registry import Registry
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import NonNegative, Probability, require_fields
+from fedloom.common.randomness import numpy_stream, stream
+from fedloom.common.registry import Registry
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
-from fedloom.errors import InvalidValue
 from fedloom.objectives import kind_of
-from fedloom.randomness import numpy_stream, stream
 
 _CHUNK = 1024
 Angle = Annotated[float, Field(ge=-360, le=360)]

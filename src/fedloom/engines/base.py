@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.config.registry import Registry
-from fedloom.errors import InvalidValue, NotFinite, RefusedReply, code_location, in_brackets
+from fedloom.algorithm.records import INTEGERS, Message, Specs
+from fedloom.common.errors import InvalidValue, NotFinite, RefusedReply, code_location, in_brackets
+from fedloom.common.registry import Registry
+from fedloom.common.round import Round
 from fedloom.local.cohort import Cohort, Trained
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import INTEGERS, Message, Specs
-from fedloom.round import Round
 from fedloom.rounds.engine import Engine
 from fedloom.state.store import ClientStore
 from fedloom.task import Task

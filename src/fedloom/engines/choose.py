@@ -4,8 +4,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from fedloom.config.expression import Call, parse
-from fedloom.config.registry import Entry
+from fedloom.algorithm.method import Method
+from fedloom.common.device import require_device
+from fedloom.common.errors import InvalidValue
+from fedloom.common.expression import Call, parse
+from fedloom.common.registry import Entry
 from fedloom.engines.base import Choice, LocalEngine, engines
 from fedloom.engines.dispatch import CannotSend
 from fedloom.engines.processes.parent import ProcessesEngine
@@ -13,9 +16,6 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.rule import choice
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.work import has_cores, most_workers
-from fedloom.errors import InvalidValue
-from fedloom.flat.device import require_device
-from fedloom.method import Method
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.store import BUDGET
 from fedloom.task import Task

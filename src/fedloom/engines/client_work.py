@@ -15,14 +15,14 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.records import Exchange, Specs
+from fedloom.common.errors import FedloomError, error_text, mark_location
+from fedloom.common.round import Round
 from fedloom.engines.pickling import Packed, load
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import FedloomError, error_text, mark_location
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Exchange, Specs
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, FoldedBlock, Job
 from fedloom.rounds.replies import RoundReplies, weights_of
 from fedloom.rounds.scoring import Tally

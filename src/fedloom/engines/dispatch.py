@@ -18,6 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.algorithm.records import Exchange, Specs
+from fedloom.common.device import keep_pages
+from fedloom.common.errors import FedloomError, InvalidValue, error_text
+from fedloom.common.round import Round
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.client_work import (
     Assignment,
@@ -31,11 +35,7 @@ from fedloom.engines.client_work import (
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import FedloomError, InvalidValue, error_text
-from fedloom.flat.device import keep_pages
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Exchange, Specs
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, FoldingEngine, Job, Result, slot_blocks
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedloom.common.errors import InvalidValue, error_text
+from fedloom.common.randomness import preserved_generator
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.errors import InvalidValue, error_text
 from fedloom.models.structure import copied
 from fedloom.objectives import Objective, kind_of, prediction
 from fedloom.objectives.custom import Custom
-from fedloom.randomness import preserved_generator
 
 
 def require_fit(module: nn.Module, dataset: Dataset, samples: Samples) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.method import Method
-from fedloom.records import Plan
+from fedloom.algorithm.method import Method
+from fedloom.algorithm.records import Plan
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 

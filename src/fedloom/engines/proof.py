@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from fedloom.config.rates import CONSTANT, rate_factor
+from fedloom.common.errors import InvalidValue, error_text
+from fedloom.common.randomness import global_stream, stream
+from fedloom.common.rates import CONSTANT, rate_factor
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.fit import require_fit
-from fedloom.errors import InvalidValue, error_text
 from fedloom.flat.layout import Layout, require_copyable
 from fedloom.flat.linear_chain import linear_layers
 from fedloom.flat.module import (
@@ -30,10 +33,7 @@ from fedloom.flat.stacked_module import StackedModule
 from fedloom.flat.vmap_modes import autocast
 from fedloom.local.cohort import Cohort, Correction
 from fedloom.models.structure import copied
-from fedloom.randomness import global_stream, stream
-from fedloom.round import Round
 from fedloom.state.store import ClientStore, Memory
-from fedloom.training import Training
 
 SAMPLES, BATCH = (8, 5), 3
 """Sample counts of the two clients of the comparison, and their batch size.

@@ -11,6 +11,11 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.records import Message, Specs
+from fedloom.common.device import keep_pages
+from fedloom.common.errors import FedloomError, RefusedReply
+from fedloom.common.randomness import global_stream
+from fedloom.common.round import Round
 from fedloom.engines.base import (
     LocalEngine,
     engines,
@@ -20,14 +25,9 @@ from fedloom.engines.base import (
     store_integers,
 )
 from fedloom.engines.proof import Proof, prove
-from fedloom.errors import FedloomError, RefusedReply
-from fedloom.flat.device import keep_pages
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
 from fedloom.parts.pipeline import Pipeline
-from fedloom.randomness import global_stream
-from fedloom.records import Message, Specs
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job, slot_blocks
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.state.store import BUDGET, Memory

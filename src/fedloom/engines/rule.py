@@ -5,12 +5,12 @@ It depends on the model, the method, sizes and cores. It measures no time.
 
 from torch import nn
 
+from fedloom.algorithm.method import Method, components
 from fedloom.engines.base import Choice
 from fedloom.engines.proof import Proof, prove
 from fedloom.engines.stacked import StackedEngine, unstackable_method
 from fedloom.engines.work import has_cores, mean_steps, most_workers, step_multiply_adds
 from fedloom.flat.linear_chain import linear_layers
-from fedloom.method import Method, components
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Count, checked
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import FedloomError, error_text
+from fedloom.common.fields import Count, checked
+from fedloom.common.randomness import preserved_generator
+from fedloom.common.round import Round
 from fedloom.engines.base import engines
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine, T, full_batch
-from fedloom.errors import FedloomError, error_text
 from fedloom.flat.module import Batch, FlatModule, data_loss
 from fedloom.flat.stacked_module import StackedModule
-from fedloom.method import Method
 from fedloom.parts.pipeline import Pipeline
-from fedloom.randomness import preserved_generator
-from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.state.store import BUDGET
 from fedloom.task import Task

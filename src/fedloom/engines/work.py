@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fedloom.common.randomness import preserved_generator, stream
 from fedloom.engines.fit import require_fit
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import full_batch
 from fedloom.models.structure import copied
-from fedloom.randomness import preserved_generator, stream
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 
 _functorch: Any = torch._C._functorch
 

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.errors import InvalidValue, quoted
+from fedloom.common.digest import Digest
+from fedloom.common.errors import InvalidValue, quoted
 from fedloom.models.structure import copied, layer_finder
-from fedloom.state.digest import Digest
 
 Unit = tuple[slice, ...]
 """Slices of a row that belong together, such as the tensors of a layer."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fedloom.config.rates import CONSTANT
+from fedloom.common.rates import CONSTANT
+from fedloom.common.training import Training
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch
 from fedloom.models.structure import copied
-from fedloom.training import Training
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

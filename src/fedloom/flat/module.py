@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedloom.errors import GRAPH_IS_GONE, InvalidValue, error_text
+from fedloom.common.errors import GRAPH_IS_GONE, InvalidValue, error_text
+from fedloom.common.randomness import preserved_generator
+from fedloom.common.training import Training
 from fedloom.flat.intact import IntactInputs
 from fedloom.flat.layout import Layout, TensorSlice, Unit
 from fedloom.flat.vmap_modes import autocast, stacked_autocast
 from fedloom.models.structure import head_name, smallest_batch
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
-from fedloom.randomness import preserved_generator
-from fedloom.training import Training
 
 Rows = slice | Tensor
 """A selection of the rows of `[k, ...]`."""

@@ -33,42 +33,6 @@ def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     return (mean if weights is not None else mean.div_(len(rows))).view(rows.shape[1:])
 
 
-MEDIANS = 4
-"""Largest ratio of a capped weight to the median of all claims (`capped`)."""
-
-
-def capped(weights: Tensor, share: float) -> Tensor:
-    """Cap claimed weights, so that few clients cannot dominate a mean by large claims.
-
-    A weight is at most `MEDIANS` times the (lower) median of the claims above 0, and at most
-    `share` of the sum. Larger claims are lowered to one common value. If even equal weights exceed
-    this share, all weights are equal. Then f < n / 2 false claims among n claims have at most
-    4 f / (3 f + floor(n / 2) + 1) of the sum, whatever the other claims are.
-
-    Args:
-        weights: Claimed weights, `[k]`, at least 0.
-        share: Largest share of the sum, in (0, 1]. 1 accepts all claims.
-
-    Returns:
-        Weights `[k]`: the unchanged claims if none is lowered, otherwise float64.
-    """
-    if share >= 1 or not bool((weights > 0).any()):
-        return weights
-    limit = MEDIANS * weights[weights > 0].median()
-    if bool((weights > limit).any()):
-        weights = weights.double().clamp(max=float(limit))
-    largest_first = weights.double().sort(descending=True).values
-    for count in range(len(largest_first)):
-        if count * share >= 1:
-            break
-        # If the `count` largest weights are lowered to this value, each has exactly its share:
-        # share * (count * value + sum of the other weights) = value.
-        value = share * largest_first[count:].sum() / (1 - count * share)
-        if largest_first[count] <= value:
-            return weights if count == 0 else weights.double().clamp(max=value)
-    return torch.ones_like(largest_first)
-
-
 def recombine_(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -> Tensor:
     """Permute every unit over the models in place, as in FedMR.
 

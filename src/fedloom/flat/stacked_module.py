@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedloom.flat.device import moved
+from fedloom.common.device import moved
+from fedloom.common.training import Training
 from fedloom.flat.layout import TensorSlice
 from fedloom.flat.linear_chain import FoldedSGD, LinearLayer, backward, linear_layers, matrix
 from fedloom.flat.module import (
@@ -21,7 +22,6 @@ from fedloom.flat.module import (
     piece,
 )
 from fedloom.flat.vmap_modes import client_dropout, stacked_autocast
-from fedloom.training import Training
 
 
 class StackedModule(FlatModule):

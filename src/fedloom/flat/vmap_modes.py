@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from fedloom.flat.device import moved
+from fedloom.common.device import moved
 
 _SHARED_AXES = {F.dropout: None, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 """Number of trailing axes of a sample that share one draw (None: each value has its own draw)."""

@@ -14,10 +14,10 @@ from itertools import accumulate, repeat
 import torch
 from torch import Tensor
 
+from fedloom.common.device import moved
 from fedloom.data.augmentation import apply_flip_crop, draw_flip_crop
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.lazy import in_memory
-from fedloom.flat.device import moved
 from fedloom.flat.module import Batch, Rows
 
 AHEAD = 1 << 23

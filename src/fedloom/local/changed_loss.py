@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fedloom.common.training import Training
 from fedloom.flat.module import Batch, FlatModule, FoldedStep, LossFn, Net
 from fedloom.objectives import prediction
-from fedloom.training import Training
 
 
 class Observed(Net):

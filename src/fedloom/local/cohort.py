@@ -12,9 +12,11 @@ from typing import NamedTuple, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from fedloom.config.rates import CONSTANT
+from fedloom.common.errors import InvalidValue
+from fedloom.common.rates import CONSTANT
+from fedloom.common.round import Round
+from fedloom.common.training import Passes, PassOptions, Training
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss, head_loss
 from fedloom.flat.module import Context as Context
@@ -24,9 +26,7 @@ from fedloom.local.optimizer import Correction as Correction
 from fedloom.local.optimizer import GradientFn as GradientFn
 from fedloom.local.optimizer import LocalOptimizer, StepRates
 from fedloom.models.structure import head_name
-from fedloom.round import Round
 from fedloom.state.store import Memory
-from fedloom.training import Passes, PassOptions, Training
 
 Step = Callable[[dict[str, Tensor], Batch], Tensor]
 """(state, batch) -> loss `[k]`. It changes the tensors of the state, `[k, ...]`, in place."""

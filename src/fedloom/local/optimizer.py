@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.config.rates import CONSTANT, rate_factor
-from fedloom.flat.device import moved
+from fedloom.common.device import moved
+from fedloom.common.rates import CONSTANT, rate_factor
+from fedloom.common.training import Training
 from fedloom.flat.layout import Unit
 from fedloom.flat.module import Batch, Context, FlatModule, LossFn, data_loss
 from fedloom.local.batches import LockStep
-from fedloom.training import Training
 
 Correction = Callable[[Tensor, Tensor, Context], Tensor]
 """(weights `[k, T]`, gradient `[k, T]`, context) -> corrected gradient.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fedloom.config.registry import Registry
+from fedloom.common.registry import Registry
 
 # A model is a function (spec: DataSpec, *, options with defaults) -> nn.Module. It raises
 # `InvalidValue` for data of an unsuitable shape.

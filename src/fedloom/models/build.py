@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedloom.config.expression import parse, plain
-from fedloom.config.plugins import found_at
+from fedloom.common.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted
+from fedloom.common.expression import parse, plain
+from fedloom.common.plugins import found_at
+from fedloom.common.randomness import global_stream, preserved_generator
 from fedloom.data import DataSpec
-from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted
 from fedloom.models import models
-from fedloom.randomness import global_stream, preserved_generator
 
 
 def build_model(model: str | Callable[..., Any], spec: DataSpec, seed: int) -> nn.Module:

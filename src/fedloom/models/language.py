@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fedloom.config.fields import BelowOne, Count, NonNegativeInt, Positive
+from fedloom.common.errors import InvalidValue, first_line, import_extra, quoted
+from fedloom.common.fields import BelowOne, Count, NonNegativeInt, Positive
 from fedloom.data import DataSpec
-from fedloom.errors import InvalidValue, first_line, import_extra, quoted
 from fedloom.models import models
 from fedloom.models.shapes import vocabulary
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.config.fields import Count
+from fedloom.common.fields import Count
 from fedloom.data import DataSpec
 from fedloom.models import models
 from fedloom.models.shapes import flat_features

@@ -2,8 +2,8 @@
 
 from math import prod
 
+from fedloom.common.errors import InvalidValue
 from fedloom.data import DataSpec
-from fedloom.errors import InvalidValue
 
 
 def image_shape(model: str, spec: DataSpec, least: int = 1) -> tuple[int, int, int]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.errors import InvalidValue, suggestion
-from fedloom.randomness import preserved_generator
+from fedloom.common.errors import InvalidValue, suggestion
+from fedloom.common.randomness import preserved_generator
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -4,9 +4,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fedloom.config.fields import Count
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count
 from fedloom.data import DataSpec
-from fedloom.errors import InvalidValue
 from fedloom.models import models
 from fedloom.models.shapes import vocabulary
 

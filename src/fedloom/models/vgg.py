@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.config.fields import BelowOne
+from fedloom.common.fields import BelowOne
 from fedloom.data import DataSpec
 from fedloom.models import models
 from fedloom.models.convolutional import Variant, is_femnist

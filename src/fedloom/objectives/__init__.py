@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from fedloom.config.registry import Registry
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.registry import Registry
 
 Answer = Literal["class", "classes", "number", "token", "pixel", "outputs"]
 """Meaning of a model's outputs; `outputs` if only the user knows it."""

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 from torch.nn import functional as F
 
-from fedloom.config.fields import BelowOne, Count, NonNegative, require_fields
-from fedloom.config.plugins import found_at
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import BelowOne, Count, NonNegative, require_fields
+from fedloom.common.plugins import found_at
 from fedloom.objectives import (
     ACCURACY,
     Objective,

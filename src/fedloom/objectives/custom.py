@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedloom.config.expression import Call
-from fedloom.config.plugins import found_at
-from fedloom.errors import InvalidValue, error_text, quoted
+from fedloom.common.errors import InvalidValue, error_text, quoted
+from fedloom.common.expression import Call
+from fedloom.common.plugins import found_at
 from fedloom.objectives import Metric, Objective, Totals, objectives
 
 

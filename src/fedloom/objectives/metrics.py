@@ -18,9 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.config.expression import parse, plain, show
-from fedloom.config.plugins import found_at
-from fedloom.errors import InvalidValue, UnknownName, first_line, import_extra, quoted, suggestion
+from fedloom.common.errors import (
+    InvalidValue,
+    UnknownName,
+    first_line,
+    import_extra,
+    quoted,
+    suggestion,
+)
+from fedloom.common.expression import parse, plain, show
+from fedloom.common.plugins import found_at
 from fedloom.objectives import Objective, Totals
 from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression

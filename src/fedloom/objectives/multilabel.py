@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, prediction
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.config.fields import Positive, require_fields
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Positive, require_fields
+from fedloom.common.randomness import stream
 from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, on_device, prediction
-from fedloom.randomness import stream
 
 STRATA = 10
 """Number of strata of a regression: groups of equal size, ordered by target. Partitions that are

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.config.fields import require_fields
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import require_fields
 from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, prediction
 
 

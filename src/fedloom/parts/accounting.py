@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.errors import FedloomError, InvalidValue, installing
+from fedloom.common.errors import FedloomError, InvalidValue, installing
 
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
 """Orders of Renyi divergence. Integer orders have a closed form; the smallest epsilon over all

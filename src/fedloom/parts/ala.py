@@ -9,19 +9,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.algorithm.method import Facts, Method, algorithms
+from fedloom.algorithm.records import Message, started_from
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.kept_layers import FedRep, SiloBN
 from fedloom.algorithms.sharing import put, put_, take
-from fedloom.config.fields import Count, NonNegative, Probability
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count, NonNegative, Probability
 from fedloom.data.dataset import Samples
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.cohort import Cohort
-from fedloom.method import Facts, Method, algorithms
 from fedloom.models.structure import block_parameters, head_name
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Message, started_from
 
 
 class Blend(NamedTuple):

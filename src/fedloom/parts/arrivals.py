@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.errors import InvalidValue
-from fedloom.method import Facts
+from fedloom.algorithm.method import Facts
+from fedloom.algorithm.records import Exchange, Plan, Replies, Selection, uniform
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Exchange, Plan, Replies, Selection, uniform
-from fedloom.round import Round
 
 
 class Arrivals(Part):

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any, cast
 
-from fedloom.config.expression import Call, parse, show
-from fedloom.config.plugins import found_at
-from fedloom.errors import InvalidValue, quoted
-from fedloom.method import Method, algorithms, method_fields
+from fedloom.algorithm.method import Method, algorithms, method_fields
+from fedloom.common.errors import InvalidValue, quoted
+from fedloom.common.expression import Call, parse, show
+from fedloom.common.plugins import found_at
 from fedloom.parts.course import require_fitting
 from fedloom.parts.stages import Stages
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import Facts, Method, algorithms
+from fedloom.algorithm.records import Plan, Replies, Selection
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.method import Facts, Method, algorithms
+from fedloom.common.round import Round
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Plan, Replies, Selection
-from fedloom.round import Round
 
 BLOCK_NUMBERS = 1 << 23
 """Numbers of stored displacements that are compared in one block (64 MiB in double precision)."""

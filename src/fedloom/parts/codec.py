@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import name_of
+from fedloom.algorithm.records import Message, Specs, TensorSpec
+from fedloom.common.round import Round
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
-from fedloom.method import name_of
 from fedloom.parts.hooks import Inner, Part, shared_trainable
-from fedloom.records import Message, Specs, TensorSpec
-from fedloom.round import Round
 
 CODE_NUMBERS = ("values", "factors")
 """Names of the floats in a code. Another part can code them again."""

@@ -7,8 +7,9 @@ from functools import partial
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.errors import CheckpointError
-from fedloom.method import Method, restore_state, state_of
+from fedloom.algorithm.method import Method, restore_state, state_of
+from fedloom.algorithm.records import Message, Plan
+from fedloom.common.errors import CheckpointError
 from fedloom.parts.hooks import Part
 from fedloom.parts.pipeline import STAGE, Pipeline, Watch
 from fedloom.parts.requirements import (
@@ -18,7 +19,6 @@ from fedloom.parts.requirements import (
     require_units,
 )
 from fedloom.parts.stages import Stages, stages_in
-from fedloom.records import Message, Plan
 
 LATER_STAGE = 2
 """Used as the first round of a later stage if it is unknown."""

@@ -4,18 +4,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.errors import InvalidValue
+from fedloom.algorithm.method import Facts, algorithms
+from fedloom.algorithm.records import Message, Plan, Selection
+from fedloom.common.errors import InvalidValue
+from fedloom.common.training import Passes
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.batches import LockStep, lock_steps
 from fedloom.local.cohort import Cohort, Context, GradientFn, Trained
-from fedloom.method import Facts, algorithms
 from fedloom.models.structure import has_batch_norm
 from fedloom.parts.accounting import epsilon, noise_for
 from fedloom.parts.gaussian_noise import clip_factors, normal, secret_uniforms
 from fedloom.parts.hooks import Inner
 from fedloom.parts.privacy import AccountedByClient
-from fedloom.records import Message, Plan, Selection
-from fedloom.training import Passes
 
 NUMBERS = 1 << 24
 """Largest number of floats of samples' gradients in memory: 64 MiB."""

@@ -4,10 +4,10 @@ import inspect
 from typing import Any
 
 from fedloom.algorithm import DEPLOYMENT, Algorithm, overrides
+from fedloom.algorithm.method import Method
 from fedloom.algorithms.fedmr import Indep
 from fedloom.algorithms.fedmut import FedMut
-from fedloom.config.registry import Entry
-from fedloom.method import Method
+from fedloom.common.registry import Entry
 from fedloom.parts.fedmr_async import FedMRAsync
 from fedloom.parts.hooks import Part
 

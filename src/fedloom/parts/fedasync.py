@@ -1,7 +1,7 @@
 from torch import Tensor
 
-from fedloom.config.fields import NonNegative, Probability
-from fedloom.method import algorithms
+from fedloom.algorithm.method import algorithms
+from fedloom.common.fields import NonNegative, Probability
 from fedloom.parts.stale import StaleReplies
 
 

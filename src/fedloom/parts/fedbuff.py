@@ -1,8 +1,8 @@
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Count, NonNegative
-from fedloom.method import algorithms
+from fedloom.algorithm.method import algorithms
+from fedloom.common.fields import Count, NonNegative
 from fedloom.parts.stale import StaleReplies
 
 

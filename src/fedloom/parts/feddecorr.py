@@ -2,10 +2,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fedloom.config.fields import NonNegative
+from fedloom.algorithm.method import Facts, algorithms
+from fedloom.common.fields import NonNegative
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
-from fedloom.method import Facts, algorithms
 from fedloom.parts.loss_term import LossTerm
 
 

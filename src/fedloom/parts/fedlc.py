@@ -3,15 +3,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import Facts, algorithms
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.statistics import require_classes
-from fedloom.config.fields import NonNegative
+from fedloom.common.fields import NonNegative
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
 from fedloom.local.cohort import Cohort
-from fedloom.method import Facts, algorithms
 from fedloom.parts.hooks import Inner
 from fedloom.parts.loss_term import LossTerm
-from fedloom.records import Message
 
 
 @algorithms.register("fedlc")

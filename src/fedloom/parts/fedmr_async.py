@@ -3,15 +3,15 @@ from dataclasses import field
 import torch
 
 from fedloom.algorithm import Algorithm
+from fedloom.algorithm.method import Method, algorithms
+from fedloom.algorithm.records import Exchange, Message, Plan, Replies
 from fedloom.algorithms.fedmr import FedMR, Schedule, blend_at
-from fedloom.config.fields import Count, Share
+from fedloom.common.fields import Count, Share
+from fedloom.common.round import Round
 from fedloom.flat.layout import UnitKind
 from fedloom.flat.population import recombine_, weighted_mean
-from fedloom.method import Method, algorithms
 from fedloom.parts.arrivals import Arrivals
 from fedloom.parts.hooks import Inner
-from fedloom.records import Exchange, Message, Plan, Replies
-from fedloom.round import Round
 
 
 class PoolOfArrivals(FedMR):

@@ -4,16 +4,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import algorithms
+from fedloom.algorithm.records import Message, server_model
 from fedloom.algorithms.statistics import require_classes
-from fedloom.config.fields import NonNegative, Positive
+from fedloom.common.fields import NonNegative, Positive
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
 from fedloom.local.cohort import Cohort
 from fedloom.local.distillation import divergence, teacher_outputs
-from fedloom.method import algorithms
 from fedloom.parts.hooks import Inner
 from fedloom.parts.loss_term import LossTerm
-from fedloom.records import Message, server_model
 
 
 @algorithms.register("fedntd")

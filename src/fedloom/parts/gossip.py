@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
+from fedloom.algorithm.method import Facts, algorithms
+from fedloom.algorithm.records import Message, Plan, Replies, Selection
 from fedloom.algorithms.sharing import require_everybody
-from fedloom.method import Facts, algorithms
+from fedloom.common.round import Round
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Message, Plan, Replies, Selection
-from fedloom.round import Round
 
 
 @algorithms.register("gossip")

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, overrides
+from fedloom.algorithm.method import Method
+from fedloom.algorithm.records import Aggregate, Exchange, Message, Plan, Replies, Selection, Specs
+from fedloom.common.round import Round
 from fedloom.local.cohort import Cohort
-from fedloom.method import Method
-from fedloom.records import Aggregate, Exchange, Message, Plan, Replies, Selection, Specs
-from fedloom.round import Round
 
 
 class Inner(Protocol):

@@ -2,13 +2,13 @@ from typing import ClassVar
 
 import torch
 
+from fedloom.algorithm.method import algorithms
+from fedloom.algorithm.records import Message
 from fedloom.local.cohort import Cohort
-from fedloom.method import algorithms
 from fedloom.parts.accounting import epsilon, noise_for
 from fedloom.parts.gaussian_noise import clipped, normal
 from fedloom.parts.hooks import Inner
 from fedloom.parts.privacy import AccountedByClient
-from fedloom.records import Message
 
 
 @algorithms.register("local_private")

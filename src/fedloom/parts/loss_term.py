@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from fedloom.algorithm.records import Message
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
 from fedloom.local.cohort import Cohort
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Message
 
 
 class LossTerm(Part):

@@ -4,9 +4,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Count
+from fedloom.algorithm.method import algorithms
+from fedloom.common.fields import Count
 from fedloom.flat.layout import Layout
-from fedloom.method import algorithms
 from fedloom.parts.codec import Codec, Streams
 
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from fedloom.method import algorithms
+from fedloom.algorithm.method import algorithms
 from fedloom.parts.hooks import HOOKS, Part, hooks_of
 
 

@@ -3,11 +3,11 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from fedloom.method import algorithms
+from fedloom.algorithm.method import algorithms
+from fedloom.algorithm.records import Plan, Replies
+from fedloom.common.round import Round
 from fedloom.parts.gaussian_noise import clip_factors
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Plan, Replies
-from fedloom.round import Round
 
 Radius = Annotated[float, Field(gt=0, le=3.4e38)]
 

@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, as_spec, is_personal, overrides
-from fedloom.algorithms.sharing import complement, put, take
-from fedloom.flat.layout import Unit
-from fedloom.local.cohort import Cohort
-from fedloom.method import Method
-from fedloom.parts.hooks import HOOKS, Part
-from fedloom.records import (
+from fedloom.algorithm.method import Method
+from fedloom.algorithm.records import (
     INTEGERS,
     NOTHING,
     Aggregate,
@@ -30,7 +26,11 @@ from fedloom.records import (
     merged_integers,
     uniform,
 )
-from fedloom.round import Round
+from fedloom.algorithms.sharing import complement, put, take
+from fedloom.common.round import Round
+from fedloom.flat.layout import Unit
+from fedloom.local.cohort import Cohort
+from fedloom.parts.hooks import HOOKS, Part
 
 STAGE = "@stage"
 """Name in a message of the stage and its first round, `[1, 2]`, if the run chooses the end of a

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from fedloom.algorithm import Algorithm
+from fedloom.algorithm.records import Message
+from fedloom.common.round import Round
 from fedloom.local.cohort import Cohort
 from fedloom.parts.hooks import Part
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Message
-from fedloom.round import Round
 
 
 class PollAlgorithm(Algorithm):

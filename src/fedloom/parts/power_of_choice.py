@@ -2,14 +2,14 @@ from typing import ClassVar
 
 import torch
 
+from fedloom.algorithm.method import Facts, algorithms
+from fedloom.algorithm.records import Message, Plan, Replies, Selection
 from fedloom.algorithms.statistics import divided
-from fedloom.config.fields import Count
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count
+from fedloom.common.round import Round
 from fedloom.local.cohort import Cohort
-from fedloom.method import Facts, algorithms
 from fedloom.parts.hooks import Inner, Part, Poll
-from fedloom.records import Message, Plan, Replies, Selection
-from fedloom.round import Round
 
 
 @algorithms.register("power_of_choice")

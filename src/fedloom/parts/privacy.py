@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from fedloom.config.fields import NonNegative, Positive
-from fedloom.errors import InvalidValue
-from fedloom.method import Facts, name_of
+from fedloom.algorithm.method import Facts, name_of
+from fedloom.algorithm.records import Plan, Selection
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import NonNegative, Positive
+from fedloom.common.round import Round
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Plan, Selection
-from fedloom.round import Round
 
 OpenShare = Annotated[float, Field(gt=0, lt=1)]
 

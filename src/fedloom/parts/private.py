@@ -4,15 +4,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Positive
-from fedloom.errors import InvalidValue
-from fedloom.method import Facts, algorithms
+from fedloom.algorithm.method import Facts, algorithms
+from fedloom.algorithm.records import Aggregate, Plan, Replies, Selection, uniform
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Positive
+from fedloom.common.round import Round
 from fedloom.parts.accounting import epsilon, noise_for
 from fedloom.parts.gaussian_noise import clipped, normal
 from fedloom.parts.hooks import Inner
 from fedloom.parts.privacy import Accounted, OpenShare
-from fedloom.records import Aggregate, Plan, Replies, Selection, uniform
-from fedloom.round import Round
 
 
 @algorithms.register("private")

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.algorithm.method import algorithms
+from fedloom.algorithm.records import Message
+from fedloom.common.round import Round
 from fedloom.flat.layout import Layout
-from fedloom.method import algorithms
 from fedloom.parts.codec import Codec, Streams, packed, update_sizes, with_rest
 from fedloom.parts.hooks import Inner, shared_trainable
-from fedloom.records import Message
-from fedloom.round import Round
 
 Bits = Literal[1, 2, 4, 8]
 

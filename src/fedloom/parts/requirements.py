@@ -6,8 +6,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from fedloom.algorithm import Algorithm, as_spec, overrides
-from fedloom.errors import InvalidValue
-from fedloom.method import Method, components, name_of
+from fedloom.algorithm.method import Method, components, name_of
+from fedloom.common.errors import InvalidValue
 from fedloom.parts.hooks import Part, parts_of
 from fedloom.parts.pipeline import Pipeline
 

@@ -5,13 +5,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.config.fields import Count, Positive
-from fedloom.errors import InvalidValue
+from fedloom.algorithm.method import Facts, algorithms
+from fedloom.algorithm.records import Plan, Replies
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count, Positive
+from fedloom.common.round import Round
 from fedloom.flat.population import squared_distances
-from fedloom.method import Facts, algorithms
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Plan, Replies
-from fedloom.round import Round
 
 
 @algorithms.register("robust")

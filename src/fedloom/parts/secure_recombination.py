@@ -4,11 +4,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import Facts, algorithms
+from fedloom.algorithm.records import Message, Plan, Replies, Selection
+from fedloom.common.round import Round
 from fedloom.flat.layout import Unit
-from fedloom.method import Facts, algorithms
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Message, Plan, Replies, Selection
-from fedloom.round import Round
 from fedloom.secure.exchange import Rehearsal, Rules, rehearse, stream_choices
 from fedloom.secure.layers import layer_sizes
 

@@ -3,13 +3,13 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from fedloom.config.fields import Finite
-from fedloom.errors import InvalidValue
+from fedloom.algorithm.method import algorithms
+from fedloom.algorithm.records import Message, Plan
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Finite
+from fedloom.common.randomness import stream
 from fedloom.local.cohort import Cohort
-from fedloom.method import algorithms
 from fedloom.parts.hooks import Inner, Part, shared_trainable
-from fedloom.randomness import stream
-from fedloom.records import Message, Plan
 
 
 @algorithms.register("sign_flip")

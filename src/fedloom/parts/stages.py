@@ -7,16 +7,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import Facts, Method, algorithms, components
+from fedloom.algorithm.records import Message, Plan, Replies, Specs, TensorSpec, server_model
 from fedloom.algorithms.statistics import divided
-from fedloom.config.expression import show
-from fedloom.config.fields import Count, Probability
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.expression import show
+from fedloom.common.fields import Count, Probability
+from fedloom.common.round import Round
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
-from fedloom.method import Facts, Method, algorithms, components
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Message, Plan, Replies, Specs, TensorSpec, server_model
-from fedloom.round import Round
 
 HELD_OUT_LOSS = "@held_out_loss"
 """Name in a reply of the loss on the client's held-out samples."""

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.records import Exchange, Message, Plan, Replies
+from fedloom.common.round import Round
 from fedloom.parts.arrivals import Arrivals
 from fedloom.parts.hooks import Inner
-from fedloom.records import Exchange, Message, Plan, Replies
-from fedloom.round import Round
 
 
 class StaleReplies(Arrivals):

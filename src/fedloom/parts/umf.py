@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import torch
 
-from fedloom.config.fields import Probability
+from fedloom.algorithm.method import Facts, algorithms, components
+from fedloom.algorithm.records import Message, Selection, started_from
+from fedloom.common.fields import Probability
+from fedloom.common.round import Round
 from fedloom.local.cohort import Cohort
-from fedloom.method import Facts, algorithms, components
 from fedloom.parts.hooks import Inner, Part
-from fedloom.records import Message, Selection, started_from
-from fedloom.round import Round
 
 NEVER = -1
 

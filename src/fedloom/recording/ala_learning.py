@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fedloom.config.fields import NonNegativeInt
+from fedloom.algorithm.method import Method, components
+from fedloom.common.fields import NonNegativeInt
 from fedloom.local.cohort import Cohort
-from fedloom.method import Method, components
 from fedloom.parts.ala import Ala, Blend
 from fedloom.recording.recorder import Recorder, RunContext, Series, Tensors, recorders
 from fedloom.rounds.federation import Federation

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Count, NonNegativeInt, Positive, require_at_least
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count, NonNegativeInt, Positive, require_at_least
+from fedloom.common.randomness import stream
 from fedloom.data.dataset import Samples
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
-from fedloom.randomness import stream
 from fedloom.recording.recorder import (
     ClientExchange,
     Measurement,

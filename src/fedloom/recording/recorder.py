@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom.config.expression import show
-from fedloom.config.fields import require_fields
-from fedloom.config.registry import Registry
-from fedloom.errors import InvalidValue
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import InvalidValue
+from fedloom.common.expression import show
+from fedloom.common.fields import require_fields
+from fedloom.common.registry import Registry
 from fedloom.parts.course import pipelines
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator

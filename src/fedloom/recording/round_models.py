@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.config.fields import Count
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count
 from fedloom.flat.population import mean_cosine_similarity
 from fedloom.recording.recorder import (
     ClientExchange,

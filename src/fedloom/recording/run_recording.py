@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom.errors import InvalidValue
+from fedloom.algorithm.records import INTEGERS, Replies
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
 from fedloom.recording.recorder import (
     ClientExchange,
     Measurement,
@@ -21,8 +23,6 @@ from fedloom.recording.recorder import (
     RunContext,
     partial_models,
 )
-from fedloom.records import INTEGERS, Replies
-from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog, entries_below
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Count
+from fedloom.algorithm.records import Message
+from fedloom.common.fields import Count
 from fedloom.flat.module import Batch
 from fedloom.local.batches import LockStep
 from fedloom.local.cohort import Cohort
 from fedloom.parts.pipeline import Work
 from fedloom.recording.recorder import Measurement, Recorder, RunContext, recorders
-from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 
 

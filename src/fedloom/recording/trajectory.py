@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Count, NonNegativeInt, require_at_least
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count, NonNegativeInt, require_at_least
 from fedloom.recording.recorder import (
     ClientExchange,
     Measurement,

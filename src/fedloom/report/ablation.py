@@ -9,9 +9,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedloom.config.expression import Call, parse, show
-from fedloom.errors import FedloomError
-from fedloom.method import algorithms, method_fields
+from fedloom.algorithm.method import algorithms, method_fields
+from fedloom.common.errors import FedloomError
+from fedloom.common.expression import Call, parse, show
 from fedloom.report.figures import DASHES, SHARES, Style, framed, number_format, wrapped
 from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary, Spread, dotted

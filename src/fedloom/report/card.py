@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from fedloom.common.errors import printable, shortened
 from fedloom.data.columns import TableInputs
 from fedloom.data.preprocessing import Preprocessing
-from fedloom.errors import printable, shortened
 from fedloom.report import summary as figures
 from fedloom.report.summary import RunSummary
 

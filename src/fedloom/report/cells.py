@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fedloom.errors import printable
+from fedloom.common.errors import printable
 from fedloom.objectives import Metric
 from fedloom.report.summary import Spread, Target, TargetValue
 from fedloom.report.units import byte_text, percent

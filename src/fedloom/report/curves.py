@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import plotly.graph_objects as go
 
-from fedloom.config.fields import require_one_of
+from fedloom.common.fields import require_one_of
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.figures import SHARES, Style, framed, number_format, of_method, pale, styles
 from fedloom.report.summary import RunSummary, by_algorithm, by_round, simulated_seconds

@@ -11,8 +11,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedloom.config.fields import require_one_of
-from fedloom.errors import InvalidValue, import_extra
+from fedloom.common.errors import InvalidValue, import_extra
+from fedloom.common.fields import require_one_of
 from fedloom.report.contents import image_figures
 from fedloom.report.figures import ReportFigure
 from fedloom.report.sheet import Criterion

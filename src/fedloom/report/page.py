@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.report.cells import best_cells, score_cell, target_text
 from fedloom.report.clients import client_table
 from fedloom.report.conclusions import conclusions

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedloom.randomness import numpy_stream
+from fedloom.common.randomness import numpy_stream
 
 LEVEL = 0.05  # differences with a corrected p below this are significant
 # sign flips that are counted: all of them up to 12 seeds, that many random ones beyond

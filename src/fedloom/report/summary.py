@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fedloom.config.fields import require_at_least, require_between
-from fedloom.errors import InvalidValue, quoted
+from fedloom.common.errors import InvalidValue, quoted
+from fedloom.common.fields import require_at_least, require_between
 from fedloom.objectives import ACCURACY, Metric
 
 if TYPE_CHECKING:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedloom.errors import CheckpointError, InvalidValue
-from fedloom.method import Method, components, name_of
+from fedloom.algorithm.method import Method, components, name_of
+from fedloom.algorithm.records import Exchange
+from fedloom.common.errors import CheckpointError, InvalidValue
 from fedloom.parts.privacy import Accounted
-from fedloom.records import Exchange
 from fedloom.state.released import RELEASED, Release, ReleaseLedger
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
 from fedloom.rounds.accounts import Accounts
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, Record, RoundLog
 from fedloom.rounds.engine import Engine, RemoteClients

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fedloom.errors import CheckpointError, DamagedCheckpoint
-from fedloom.state.digest import Checksum
+from fedloom.common.digest import Checksum
+from fedloom.common.errors import CheckpointError, DamagedCheckpoint
 from fedloom.state.files import append_line, flush, read_file, write_bytes
 from fedloom.state.tensors import read_tensors, write_tensors
 

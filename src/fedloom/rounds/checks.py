@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, overrides
-from fedloom.errors import Diverged, InvalidValue, RefusedReply, code_location, in_brackets
-from fedloom.method import Method, components
+from fedloom.algorithm.method import Method, components
+from fedloom.algorithm.records import Exchange
+from fedloom.common.errors import Diverged, InvalidValue, RefusedReply, code_location, in_brackets
+from fedloom.common.round import Round
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Exchange
-from fedloom.round import Round
 from fedloom.rounds.engine import Fault
 from fedloom.task import Task
 

@@ -14,12 +14,12 @@ from typing import Annotated, Any, cast
 import numpy as np
 from pydantic import Field
 
-from fedloom.config.expression import parse
-from fedloom.config.fields import LARGEST, Positive, require_between, require_fields
-from fedloom.config.registry import Registry
+from fedloom.common.errors import DataError, FedloomError, InvalidValue, quoted
+from fedloom.common.expression import parse
+from fedloom.common.fields import LARGEST, Positive, require_between, require_fields
+from fedloom.common.randomness import numpy_stream
+from fedloom.common.registry import Registry
 from fedloom.data.formats.limits import read_text
-from fedloom.errors import DataError, FedloomError, InvalidValue, quoted
-from fedloom.randomness import numpy_stream
 
 DAY = 86_400.0
 

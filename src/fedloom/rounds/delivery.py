@@ -8,11 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedloom.flat.population import capped
+from fedloom.algorithm.records import INTEGERS, Exchange, Message
+from fedloom.common.round import Round
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.poll import poll_pipeline
-from fedloom.records import INTEGERS, Exchange, Message
-from fedloom.round import Round
 from fedloom.rounds.checks import raise_unless_absent
 from fedloom.rounds.engine import (
     Answer,
@@ -23,7 +22,7 @@ from fedloom.rounds.engine import (
     RemoteClients,
     inbox_of,
 )
-from fedloom.rounds.replies import RoundReplies, weights_of
+from fedloom.rounds.replies import RoundReplies, capped, weights_of
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fedloom.errors import NotFinite
+from fedloom.algorithm.records import Aggregate, Exchange, Message
+from fedloom.common.errors import NotFinite
+from fedloom.common.round import Round
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Aggregate, Exchange, Message
-from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.config.fields import require_one_of
-from fedloom.errors import InvalidValue
+from fedloom.algorithm.records import INTEGERS, Message
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import require_one_of
+from fedloom.common.randomness import stream
+from fedloom.common.round import Round
 from fedloom.models.structure import has_batch_norm, head_name, smallest_batch
 from fedloom.parts.pipeline import Pipeline
-from fedloom.randomness import stream
-from fedloom.records import INTEGERS, Message
-from fedloom.round import Round
 from fedloom.rounds.checkpoint import Record as Record
 from fedloom.rounds.engine import Engine, Job, inbox_of
 from fedloom.rounds.pool_watch import PoolWatch

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedloom.errors import CheckpointError
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import CheckpointError
+from fedloom.common.round import Round
+from fedloom.common.termination import sigterm_interrupts, uninterrupted
 from fedloom.parts.pipeline import Pipeline
-from fedloom.round import Round
 from fedloom.rounds.archive import Archive
 from fedloom.rounds.checkpoint import Checkpoints
 from fedloom.rounds.engine import Engine, Job, RemoteClients
@@ -17,7 +18,6 @@ from fedloom.rounds.observer import Observer
 from fedloom.rounds.opening import opening
 from fedloom.rounds.round_runner import RoundRunner
 from fedloom.rounds.schedule import Schedule as Schedule
-from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 

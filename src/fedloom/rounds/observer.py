@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from fedloom.records import Replies
-from fedloom.round import Round
+from fedloom.algorithm.records import Replies
+from fedloom.common.round import Round
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.engine import Job
 

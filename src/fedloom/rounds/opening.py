@@ -1,11 +1,11 @@
 """The opening of a run: its first round, and its method set up for the plan."""
 
-from fedloom.errors import InvalidValue
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
+from fedloom.algorithm.records import Plan
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
 from fedloom.parts.course import Course, pipelines
 from fedloom.parts.requirements import require_participation
-from fedloom.records import Plan
-from fedloom.round import Round
 from fedloom.rounds.checks import checked_model
 from fedloom.rounds.evaluation import clients_without_steps, untrained
 from fedloom.rounds.schedule import Schedule

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedloom.records import INTEGERS, Aggregate, Exchange, Replies
+from fedloom.algorithm.records import INTEGERS, Aggregate, Exchange, Replies
 from fedloom.rounds.engine import Answer, Fault, FoldedBlock, Job, Result
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
@@ -182,3 +182,39 @@ def weights_of(task: Task, replies: Sequence[Answer]) -> Tensor:
 def _order(answer: Answer | Fault) -> tuple[bool, int, int]:
     job = answer.job
     return job.slot is None, job.slot or 0, job.client
+
+
+MEDIANS = 4
+"""Largest ratio of a capped weight to the median of all claims (`capped`)."""
+
+
+def capped(weights: Tensor, share: float) -> Tensor:
+    """Cap claimed weights, so that few clients cannot dominate a mean by large claims.
+
+    A weight is at most `MEDIANS` times the (lower) median of the claims above 0, and at most
+    `share` of the sum. Larger claims are lowered to one common value. If even equal weights exceed
+    this share, all weights are equal. Then f < n / 2 false claims among n claims have at most
+    4 f / (3 f + floor(n / 2) + 1) of the sum, whatever the other claims are.
+
+    Args:
+        weights: Claimed weights, `[k]`, at least 0.
+        share: Largest share of the sum, in (0, 1]. 1 accepts all claims.
+
+    Returns:
+        Weights `[k]`: the unchanged claims if none is lowered, otherwise float64.
+    """
+    if share >= 1 or not bool((weights > 0).any()):
+        return weights
+    limit = MEDIANS * weights[weights > 0].median()
+    if bool((weights > limit).any()):
+        weights = weights.double().clamp(max=float(limit))
+    largest_first = weights.double().sort(descending=True).values
+    for count in range(len(largest_first)):
+        if count * share >= 1:
+            break
+        # If the `count` largest weights are lowered to this value, each has exactly its share:
+        # share * (count * value + sum of the other weights) = value.
+        value = share * largest_first[count:].sum() / (1 - count * share)
+        if largest_first[count] <= value:
+            return weights if count == 0 else weights.double().clamp(max=value)
+    return torch.ones_like(largest_first)

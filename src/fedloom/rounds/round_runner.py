@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedloom.flat.device import moved_back
+from fedloom.algorithm.records import INTEGERS, Aggregate, Replies
+from fedloom.common.device import moved_back
+from fedloom.common.round import Round
 from fedloom.parts.course import Course
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import INTEGERS, Aggregate, Replies
-from fedloom.round import Round
 from fedloom.rounds.archive import Archive
 from fedloom.rounds.checks import checked_model, require_converging, require_message
 from fedloom.rounds.delivery import Delivery, Messenger

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fedloom.config.fields import (
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import (
     BelowOne,
     Bytes,
     Count,
@@ -14,7 +15,6 @@ from fedloom.config.fields import (
     Share,
     require_fields,
 )
-from fedloom.errors import InvalidValue
 from fedloom.rounds.clock import Clock
 
 NEUTRAL = ("checkpoint_every", "pool_budget")

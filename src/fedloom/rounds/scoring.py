@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedloom.common.randomness import global_stream
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.flat.intact import IntactInputs
 from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, prediction
 from fedloom.objectives.metrics import counted, figures
-from fedloom.randomness import global_stream
 
 WORST = 0.1
 """Share of the clients in the mean over the worst clients."""

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from fedloom.config.plugins import import_plugins
+from fedloom.common.errors import FedloomError, InvalidValue, quoted
+from fedloom.common.plugins import import_plugins
 from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
 from fedloom.engines.choose import require_engine_on
-from fedloom.errors import FedloomError, InvalidValue, quoted
 from fedloom.models import models
 from fedloom.objectives.custom import build_objective
 from fedloom.report.summary import TO_TARGET

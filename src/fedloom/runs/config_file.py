@@ -8,18 +8,25 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
-from fedloom.config.fields import (
+from fedloom.common.errors import (
+    LONGEST_QUOTED,
+    FedloomError,
+    InvalidValue,
+    one_line,
+    quoted,
+    shortened,
+)
+from fedloom.common.expression import DEEPEST, Call, parse, parse_value, show
+from fedloom.common.fields import (
     require_plain,
     type_hints,
 )
-from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted, shortened
+from fedloom.common.training import Training
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule, Stop
 from fedloom.runs.config_check import require_known
 from fedloom.runs.configuration import Configuration, Data
 from fedloom.runs.settings import combinations, label, require_key, with_changes
-from fedloom.training import Training
 
 _Kind = TypeVar("_Kind", bound=Hashable)
 

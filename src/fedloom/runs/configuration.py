@@ -12,17 +12,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from fedloom.config.fields import (
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import InvalidValue, quoted
+from fedloom.common.fields import (
     Count,
     NonNegativeInt,
     Positive,
     require_fields,
 )
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, make_dataset
 from fedloom.engines.choose import DEFAULT, without_placement
 from fedloom.engines.dispatch import MOST_WORKERS
-from fedloom.errors import InvalidValue, quoted
-from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.report.summary import Target, TargetValue
@@ -30,7 +31,6 @@ from fedloom.rounds.schedule import NEUTRAL, Schedule
 from fedloom.runs.python_objects import PythonObjects
 from fedloom.task import Task, withhold
 from fedloom.task.making import make_task
-from fedloom.training import Training
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 

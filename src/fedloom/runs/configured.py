@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fedloom.config.plugins import import_plugins
+from fedloom.common.plugins import import_plugins
 from fedloom.report import summary as figures
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.engine import Engine

@@ -19,10 +19,12 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from fedloom.algorithm.method import Method, needs_total_rounds
+from fedloom.common.digest import Checksum, digest, digest_of_json
+from fedloom.common.errors import CheckpointError, FedloomError
+from fedloom.common.training import Training
 from fedloom.engines.base import Choice
 from fedloom.engines.choose import DEFAULT
-from fedloom.errors import CheckpointError, FedloomError
-from fedloom.method import Method, needs_total_rounds
 from fedloom.objectives import Metric
 from fedloom.recording.run_recording import RESULT as RECORDED
 from fedloom.report.clients import client_table
@@ -30,9 +32,7 @@ from fedloom.report.summary import REAL_SITES, RunSummary, dotted, summarise
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.schedule import Stop
 from fedloom.runs.identity import environment, version_changes
-from fedloom.state.digest import Checksum, digest, digest_of_json
 from fedloom.state.files import read_file, remove_unfinished, slug, write_text
-from fedloom.training import Training
 
 _Json = TypeVar("_Json", dict[str, Any], list[Any])
 
@@ -41,6 +41,9 @@ SITES = "sites.json"
 had at the start.
 """
 
+LANDSCAPE = "landscape.json"
+"""File in a run's folder with the loss around its final model."""
+
 _LONGEST = 80  # characters of a folder's name that is made from an expression
 
 # All files that a run writes: starting afresh removes them.
@@ -48,12 +51,12 @@ _MODEL = ("model.safetensors", "preprocessing.json", "personal.safetensors", "mo
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json",
     "environment.json", "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients",
-    "checkpoint-*", "pool", *_MODEL, "result.json", "report.html", "landscape.json", "recorded",
+    "checkpoint-*", "pool", *_MODEL, "result.json", "report.html", LANDSCAPE, "recorded",
     "recorded.jsonl", RECORDED, "trackers.json", "events.out.tfevents.*",
 )  # fmt: skip
 
 # Files of a finished run only. The first marks it as finished, so it is removed first.
-_END = ("result.json", *_MODEL, "report.html", "landscape.json", RECORDED)
+_END = ("result.json", *_MODEL, "report.html", LANDSCAPE, RECORDED)
 
 _DIGESTED = (
     "metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED, *_MODEL,

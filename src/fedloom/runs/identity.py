@@ -10,11 +10,11 @@ import numpy
 import torch
 
 import fedloom
+from fedloom.algorithm.method import Method, needs_total_rounds
+from fedloom.common.device import processor
+from fedloom.common.digest import Digest, digest
 from fedloom.data.lazy import in_memory
-from fedloom.flat.device import processor
-from fedloom.method import Method, needs_total_rounds
 from fedloom.rounds.clock import Clock
-from fedloom.state.digest import Digest, digest
 from fedloom.task import Task
 
 _SAMPLED = 1000  # inputs that represent the data in a comparison of two data sets

@@ -2,22 +2,28 @@
 mistakes.
 """
 
+import json
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, create_model
 
-from fedloom.config.fields import type_hints
-from fedloom.config.registry import Registry
+from fedloom.algorithm.method import algorithms
+from fedloom.common.fields import type_hints
+from fedloom.common.registry import Registry
 from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
-from fedloom.method import algorithms
 from fedloom.models import models
 from fedloom.objectives import objectives
 from fedloom.runs.config_file import KEYS
 from fedloom.runs.configuration import Configuration
+from fedloom.state.files import write_text
+
+SCHEMA = "fedloom.schema.json"
+"""File with the schema, beside a configuration file."""
 
 _NAMES: dict[str, dict[str, Registry[Any]]] = {
     "Configuration": {"algorithm": algorithms, "model": models, "objective": objectives},
@@ -50,6 +56,25 @@ def json_schema() -> dict[str, Any]:
     settings = "Keys with several values each, all combinations of which are compared."
     schema["properties"]["settings"] = {"type": "object", "description": settings}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def schema_text() -> str:
+    """Return the schema as JSON."""
+    return json.dumps(json_schema(), indent=1) + "\n"
+
+
+def write_schema(file: Path) -> Path:
+    """Write the schema beside a configuration file, and name it in the file's first line.
+
+    Returns:
+        The path of the schema.
+    """
+    content = file.read_text(encoding="utf-8")
+    path = file.with_name(SCHEMA)
+    write_text(path, schema_text())
+    if not content.startswith("#:schema "):
+        write_text(file, f"#:schema {SCHEMA}\n{content}")
+    return path
 
 
 def _default(entry: Any) -> Any:

@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from fedloom.errors import printable
+from fedloom.common.errors import printable
 from fedloom.report.units import time_text
 from fedloom.runs.events import Event, RunName
 

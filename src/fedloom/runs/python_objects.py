@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedloom.errors import InvalidValue, quoted
-from fedloom.method import Method, components
+from fedloom.algorithm.method import Method, components
+from fedloom.common.digest import digest
+from fedloom.common.errors import InvalidValue, quoted
 from fedloom.objectives.custom import expression_of
 from fedloom.runs.identity import task_digests
-from fedloom.state.digest import digest
 from fedloom.task import Task
 
 TaskOf = Task | Callable[[int], Task]

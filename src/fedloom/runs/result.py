@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fedloom.common.errors import InvalidValue
 from fedloom.engines.base import Choice
-from fedloom.errors import InvalidValue
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.frames import result_lines

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import InvalidValue, quoted
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import InvalidValue, quoted
 from fedloom.parts.building import build
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.schedule import Schedule

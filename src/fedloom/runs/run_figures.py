@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from fedloom.engines.work import training_speed
 from fedloom.report import summary as figures
 from fedloom.report.curves import learning_curves
 from fedloom.report.frames import data_frame, html_table, plain_records, text_table, texts
 from fedloom.report.summary import RunSummary
+from fedloom.report.units import time_text
+from fedloom.task import Task
 
 if TYPE_CHECKING:
     import pandas
@@ -86,3 +89,23 @@ def costs(run: RunSummary) -> dict[str, Any]:
         "bytes_up": figures.bytes_up(run),
         "seconds": figures.seconds(run),
     }
+
+
+def fastest_round(run: RunSummary, task: Task) -> str:
+    """Return the speed of training in the fastest round, beside that of a large matrix product.
+
+    Args:
+        run: The run.
+        task: Its data, model and local training.
+    """
+    pairs = [
+        (timing["train_seconds"], len(record["clients"]))
+        for record, timing in zip(run.records, run.timings, strict=False)
+    ]
+    seconds, clients = min(pairs, key=lambda pair: pair[0] / max(1, pair[1]))
+    speed, product = training_speed(task, clients, seconds)
+    share = f"{speed / product:.0%} of a large matrix product here ({product:,.0f} GFLOP/s)"
+    return (
+        f"fastest round: {clients} clients trained in {time_text(seconds)}, {speed:,.1f} GFLOP/s, "
+        f"{share}"
+    )

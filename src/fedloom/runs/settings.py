@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, TypedDict
 import numpy as np
 from pydantic import Field
 
-from fedloom.config.expression import show
-from fedloom.config.fields import Finite, checked
-from fedloom.errors import InvalidValue, nearest, quoted, shortened
+from fedloom.common.errors import InvalidValue, nearest, quoted, shortened
+from fedloom.common.expression import show
+from fedloom.common.fields import Finite, checked
 
 Changes = dict[str, Any]
 """One setting: full keys with the value of each, such as `{"training.epochs": 5}`."""

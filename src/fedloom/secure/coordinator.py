@@ -11,7 +11,7 @@ from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.config.fields import require_at_least
+from fedloom.common.fields import require_at_least
 from fedloom.secure.envelopes import unseal
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.peer import Peer

@@ -19,8 +19,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from fedloom.config.fields import require_at_least, require_between
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import require_at_least, require_between
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Violations of an exchange's protocol, by name."""
 
-from fedloom.config.fields import require_one_of
-from fedloom.errors import FedloomError
+from fedloom.common.errors import FedloomError
+from fedloom.common.fields import require_one_of
 
 SERVER = -1
 """Number of the server in a fault."""

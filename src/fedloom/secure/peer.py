@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.config.fields import require_at_least
-from fedloom.errors import InvalidValue
+from fedloom.common.digest import Digest
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import require_at_least
 from fedloom.secure import wire
 from fedloom.secure.envelopes import (
     PrivateIdentity,
@@ -39,7 +40,6 @@ from fedloom.secure.wire import (
     Terms,
     pack,
 )
-from fedloom.state.digest import Digest
 
 _SAVED = ("run", "step", "committed", "server_key", "past", "uploaded", "offered")
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from fedloom.errors import one_line
+from fedloom.common.digest import Digest
+from fedloom.common.errors import one_line
 from fedloom.secure.envelopes import OVERHEAD, SIGNATURE, can_seal, is_signed
 from fedloom.secure.exchange import Rules
 from fedloom.secure.faults import KINDS, SERVER, ProtocolViolation
-from fedloom.state.digest import Digest
 
 OCCASIONS = ("before_upload", "before_train")
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue, quoted
+from fedloom.common.randomness import preserved_generator
 from fedloom.data.dataset import DataSpec
-from fedloom.errors import CheckpointError, FedloomError, InvalidValue, quoted
 from fedloom.models import models
 from fedloom.models.build import build_model
 from fedloom.models.structure import copied
-from fedloom.randomness import preserved_generator
 from fedloom.state.tensors import read_tensors, write_tensors
 
 MODEL, PREPROCESSING, PERSONAL = "model.safetensors", "preprocessing.json", "personal.safetensors"

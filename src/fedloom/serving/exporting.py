@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fedloom.common.errors import InvalidValue, MissingExtra, first_line, import_extra
 from fedloom.data.preprocessing import PictureInputs, Preprocessing
-from fedloom.errors import InvalidValue, MissingExtra, first_line, import_extra
 from fedloom.objectives import prediction
 from fedloom.serving.predictor import Predictor
 from fedloom.state.files import replacing

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.common.errors import DataError, InvalidValue, shortened
 from fedloom.data.formats.arrow import read_any, read_csv
 from fedloom.data.formats.csv_files import TEXT_TABLES
 from fedloom.data.formats.limits import read_text, reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import pictures
 from fedloom.data.preprocessing import PictureInputs, TextInputs
-from fedloom.errors import DataError, InvalidValue, shortened
 from fedloom.serving.predictor import Predictor
 
 

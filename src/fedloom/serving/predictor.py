@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedloom.config.fields import require_at_least
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import require_at_least
 from fedloom.data.convert import BOOLEANS
 from fedloom.data.formats.limits import read_text
 from fedloom.data.preprocessing import Preprocessing, TextInputs, label_type
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.objectives import prediction
 from fedloom.serving.artifact import MODEL, PREPROCESSING, load_model, load_row

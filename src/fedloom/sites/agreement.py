@@ -10,11 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from fedloom.config.fields import Count, NonNegative, NonNegativeInt, Share, checked, require_one_of
-from fedloom.errors import LONGEST_QUOTED, InvalidValue, one_line
+from fedloom.common.digest import digest
+from fedloom.common.errors import LONGEST_QUOTED, InvalidValue, one_line
+from fedloom.common.fields import Count, NonNegative, NonNegativeInt, Share, checked, require_one_of
 from fedloom.runs.config_file import configuration, load
 from fedloom.runs.configuration import Configuration
-from fedloom.state.digest import digest
 from fedloom.survey.column_statistics import Survey, read_bounds
 from fedloom.task import Task
 

@@ -18,12 +18,12 @@ from flwr.app import Message
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
+from fedloom.algorithm.records import TensorSpec
+from fedloom.common.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
+from fedloom.common.round import Round
 from fedloom.engines.base import inspect_reply
-from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
 from fedloom.objectives.metrics import counted_shapes, require_defined
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import TensorSpec
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job, RemoteClients
 from fedloom.rounds.scoring import Tally
 from fedloom.sites.known_sites import MOST_SAMPLES, KnownSites, Orders

@@ -6,8 +6,8 @@ import secrets
 import torch
 
 import fedloom
+from fedloom.common.errors import InvalidValue
 from fedloom.data.preprocessing import Preprocessing
-from fedloom.errors import InvalidValue
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.runs.directory import SITES
 from fedloom.sites.agreement import Deployment, layout_digest

@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedloom.config.fields import require_at_least, require_between
-from fedloom.errors import DataError, InvalidValue
+from fedloom.common.errors import DataError, InvalidValue
+from fedloom.common.fields import require_at_least, require_between
 from fedloom.secure.envelopes import PrivateIdentity
 from fedloom.sites.node_config import read_content, read_private
 from fedloom.state.files import make_folder, remove_unfinished, write_bytes

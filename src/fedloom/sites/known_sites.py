@@ -13,8 +13,8 @@ from typing import Any
 
 from flwr.app import Message, MessageType
 
-from fedloom.errors import FedloomError, InvalidValue, RefusedReply
-from fedloom.round import SIMULATED, Round
+from fedloom.common.errors import FedloomError, InvalidValue, RefusedReply
+from fedloom.common.round import SIMULATED, Round
 from fedloom.rounds.engine import Fault, Job
 from fedloom.sites.messages import Mailbox, Words, encoded, pack, whole_number, words_of
 

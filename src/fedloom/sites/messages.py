@@ -19,12 +19,12 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedloom.errors import FedloomError, RefusedReply, one_line
+from fedloom.common.errors import FedloomError, RefusedReply, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedloom.records import TensorSpec
+    from fedloom.algorithm.records import TensorSpec
 
 PROTOCOL = 2
 """Version of the protocol between server and site; both must have the same."""

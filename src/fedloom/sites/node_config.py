@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import Field
 
-from fedloom.config.fields import Count, NonNegative, NonNegativeInt, checked
-from fedloom.errors import DataError, InvalidValue, RefusedReply
+from fedloom.common.errors import DataError, InvalidValue, RefusedReply
+from fedloom.common.fields import Count, NonNegative, NonNegativeInt, checked
 from fedloom.secure.envelopes import PrivateIdentity, PublicIdentity
 
 FEWEST_PEERS = 3

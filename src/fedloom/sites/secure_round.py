@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedloom.errors import FedloomError, InvalidValue
-from fedloom.method import Method, components
+from fedloom.algorithm.method import Method, components
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.round import Round
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.secure_recombination import Secure
 from fedloom.parts.stages import stages_in
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.secure import ExchangeAborted, ProtocolViolation, ServerKey, Terms, run_exchange
 from fedloom.secure.layers import from_layers, layer_sizes

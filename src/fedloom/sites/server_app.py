@@ -8,8 +8,8 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedloom.config.expression import parse
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.expression import parse
 from fedloom.parts.building import build
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fedloom.common.errors import InvalidValue
 from fedloom.data.dataset import Dataset, make_dataset
 from fedloom.data.partition import Partition
 from fedloom.data.preprocessing import Preprocessing
-from fedloom.errors import InvalidValue
 from fedloom.runs.configuration import Configuration
 from fedloom.sites.site_tables import server_table
 from fedloom.task import Task

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import fedloom
 from fedloom.algorithm import Algorithm
+from fedloom.common.errors import InvalidValue, RefusedReply
+from fedloom.common.round import Round
 from fedloom.engines.work import step_threads, using_threads
-from fedloom.errors import InvalidValue, RefusedReply
 from fedloom.parts.pipeline import Pipeline
-from fedloom.round import Round
 from fedloom.rounds.engine import Fault, Job
 from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.messages import Refusal, Words, pack, whole_number

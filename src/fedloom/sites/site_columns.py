@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
+from fedloom.common.errors import InvalidValue, quoted
 from fedloom.data.columns import TableInputs
 from fedloom.data.partition import Partition, split_train_test
 from fedloom.data.sets.table import table_dataset
-from fedloom.errors import InvalidValue, quoted
 from fedloom.runs.configuration import Configuration
 from fedloom.sites.site_tables import csv_options, own_table, table_roles
 from fedloom.survey.federated_statistics import Values, columns_of

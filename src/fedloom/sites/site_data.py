@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedloom.config.fields import checked
-from fedloom.config.plugins import refused_code
+from fedloom.common.errors import DataError, InvalidValue, RefusedReply
+from fedloom.common.fields import checked
+from fedloom.common.plugins import refused_code
 from fedloom.data.columns import Columns, TableInputs
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.formats.numpy_files import read_arrays
@@ -20,7 +21,6 @@ from fedloom.data.preprocessing import (
 from fedloom.data.sets.own import function_data, own_samples, split_arrays
 from fedloom.data.sets.picture_files import read_image_folder
 from fedloom.data.sets.table import table_dataset
-from fedloom.errors import DataError, InvalidValue, RefusedReply
 from fedloom.objectives import Objective
 from fedloom.objectives.custom import build_objective, expression_of
 from fedloom.objectives.regression import Regression, Standardised

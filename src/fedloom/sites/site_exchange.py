@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.errors import InvalidValue, RefusedReply
+from fedloom.common.errors import InvalidValue, RefusedReply
+from fedloom.common.round import Round
 from fedloom.parts.building import build
 from fedloom.parts.course import client_pipeline
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.secure_recombination import Secure
-from fedloom.round import Round
 from fedloom.secure import from_layers, to_layers
 from fedloom.secure.wire import OCCASIONS
 from fedloom.sites.messages import Words

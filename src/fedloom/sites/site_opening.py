@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from fedloom.config.fields import checked
-from fedloom.errors import CheckpointError, InvalidValue
-from fedloom.flat.population import capped
+from fedloom.common.errors import CheckpointError, InvalidValue
+from fedloom.common.fields import checked
+from fedloom.rounds.replies import capped
 from fedloom.state.files import read_file, write_text
 
 _logger = logging.getLogger("flwr.fedloom")

@@ -6,8 +6,8 @@ Between messages, its state is in files that only the site can read.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedloom.errors import RefusedReply
-from fedloom.round import Round
+from fedloom.common.errors import RefusedReply
+from fedloom.common.round import Round
 from fedloom.secure import Peer, ProtocolViolation, Rules, secret_choices, stream_choices
 from fedloom.secure.wire import PeerMessage, pack, pack_numbers, unpack
 from fedloom.sites.node_config import Identity, NodeConfig, read_content

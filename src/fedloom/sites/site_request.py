@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.errors import RefusedReply
-from fedloom.records import INTEGERS, TensorSpec
-from fedloom.round import SIMULATED, Round
+from fedloom.algorithm.records import INTEGERS, TensorSpec
+from fedloom.common.errors import RefusedReply
+from fedloom.common.round import SIMULATED, Round
 from fedloom.sites.messages import whole_number
 from fedloom.task import Task
 

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import components
+from fedloom.algorithm.records import Plan
+from fedloom.common.errors import DamagedCheckpoint
+from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import DamagedCheckpoint
-from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.parts.course import Course, client_pipeline
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Plan
-from fedloom.round import Round
 from fedloom.sites.agreement import Deployment
 from fedloom.sites.messages import Refusal, Words, whole_number
 from fedloom.sites.node_config import NodeConfig

@@ -3,7 +3,7 @@
 import logging
 import math
 
-from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.report.export import escape_markdown, markdown_table
 from fedloom.sites.agreement import Deployment
 from fedloom.sites.known_sites import KnownSites

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fedloom.common.errors import InvalidValue, quoted
 from fedloom.data.columns import Columns, Moments, TableColumn, TableInputs
 from fedloom.data.convert import BOOLEANS
 from fedloom.data.dataset import Dataset, Samples, datasets, make_dataset
@@ -18,7 +19,6 @@ from fedloom.data.formats.csv_files import TEXT_TABLES, CsvOptions
 from fedloom.data.preprocessing import ModelOutputs, Preprocessing, label_type
 from fedloom.data.sets.own import called
 from fedloom.data.sets.table import table_dataset
-from fedloom.errors import InvalidValue, quoted
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective

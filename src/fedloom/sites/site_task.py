@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.common.randomness import stream_seed
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import Partition
 from fedloom.engines.proof import Proof, prove
 from fedloom.engines.rows import RowsEngine
 from fedloom.models.structure import copied
-from fedloom.randomness import stream_seed
 from fedloom.sites.agreement import Deployment, read_configuration
 from fedloom.sites.node_config import NodeConfig
 from fedloom.sites.site_data import DataAgreement

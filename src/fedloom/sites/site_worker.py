@@ -26,10 +26,10 @@ from flwr.proto.message_pb2 import Context as ContextBytes
 from flwr.proto.message_pb2 import Message as MessageBytes
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictBytes
 
+from fedloom.common.digest import digest
+from fedloom.common.errors import FedloomError, one_line
 from fedloom.engines.worker_life import exit_unless, start_python
-from fedloom.errors import FedloomError, one_line
 from fedloom.sites.messages import ARRAYS, PARCEL, Refusal, pack, parcel_of, tensors_of, words_of
-from fedloom.state.digest import digest
 from fedloom.state.files import write_bytes
 
 IDLE_MINUTES = 5

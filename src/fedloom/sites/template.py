@@ -16,11 +16,11 @@ import tomli_w
 import torch
 
 from fedloom import __version__
+from fedloom.algorithm.method import components
+from fedloom.common.errors import DataError, InvalidValue
 from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import make_dataset
 from fedloom.data.preprocessing import PictureInputs, TextInputs
-from fedloom.errors import DataError, InvalidValue
-from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.parts.secure_recombination import Secure
 from fedloom.runs.config_file import configuration, put, read_table

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedloom.errors import CheckpointError, DiskFull
+from fedloom.common.errors import CheckpointError, DiskFull
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.writing")
 """Folder in which `replacing` writes: the file's name, then letters unique to the writer."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedloom.errors import DamagedCheckpoint
-from fedloom.state.digest import Checksum
+from fedloom.common.digest import Checksum
+from fedloom.common.errors import DamagedCheckpoint
 from fedloom.state.files import flush, make_folder, not_written, remove, temporary_folder
 from fedloom.state.tensors import tensor_bytes
 

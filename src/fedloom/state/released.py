@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.errors import CheckpointError
-from fedloom.state.digest import digest
+from fedloom.common.digest import digest
+from fedloom.common.errors import CheckpointError
 from fedloom.state.files import append_line, read_file
 
 RELEASED = "released.jsonl"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import require_at_least
+from fedloom.common.fields import require_at_least
 from fedloom.state.client_files import ClientFiles, Tensors
 from fedloom.state.files import flush, remove_unfinished, temporary_folder
 

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedloom.errors import CheckpointError, DamagedCheckpoint
-from fedloom.state.digest import Checksum
+from fedloom.common.digest import Checksum
+from fedloom.common.errors import CheckpointError, DamagedCheckpoint
 from fedloom.state.files import not_written, replacing
 
 _TYPES = {

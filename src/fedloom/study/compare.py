@@ -8,8 +8,8 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from fedloom.errors import InvalidValue
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import InvalidValue
 from fedloom.parts.building import build
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import Schedule, Stop

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from fedloom.config.expression import parse
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.expression import parse
 from fedloom.report.page import ReportOptions
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import finished_runs

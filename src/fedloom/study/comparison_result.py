@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.frames import data_frame

@@ -4,8 +4,8 @@ import os
 
 import torch
 
+from fedloom.common.device import find_device
 from fedloom.engines.choose import by_rule, read_engine
-from fedloom.flat.device import find_device
 from fedloom.runs.configuration import Configuration
 
 RUN_BYTES = 2 << 30

@@ -10,9 +10,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from fedloom.common.errors import FedloomError, InvalidValue, error_text, located
 from fedloom.data.dataset import make_dataset
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import FedloomError, InvalidValue, error_text, located
 from fedloom.recording.run_recording import Recording
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.federation import Federation

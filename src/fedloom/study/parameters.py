@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from fedloom.config.expression import parse_value, plain
-from fedloom.config.fields import parameters
-from fedloom.errors import InvalidValue
-from fedloom.method import Method, components, method_fields, name_of
+from fedloom.algorithm.method import Method, components, method_fields, name_of
+from fedloom.common.errors import InvalidValue
+from fedloom.common.expression import parse_value, plain
+from fedloom.common.fields import parameters
 
 PREFIX = "algorithm."
 

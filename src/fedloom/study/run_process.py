@@ -22,7 +22,7 @@ def main() -> None:
     with importing():
         import torch
 
-        from fedloom.rounds.termination import Terminated, sigterm_interrupts
+        from fedloom.common.termination import Terminated, sigterm_interrupts
         from fedloom.study.jobs import Tasks, attempt
 
     torch.set_num_threads(threads)

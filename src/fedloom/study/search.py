@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.errors import FedloomError, InvalidValue
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.randomness import numpy_stream
 from fedloom.objectives import ACCURACY, Metric
-from fedloom.randomness import numpy_stream
 from fedloom.report.sheet import measure_name
 from fedloom.report.summary import MEASURES, TO_TARGET, Spread
 from fedloom.runs.config_file import VARYING, configuration

@@ -1,18 +1,17 @@
 """The runs in a folder, with their figures."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import CheckpointError, InvalidValue
+from fedloom.common.errors import CheckpointError, InvalidValue
+from fedloom.recording.landscape import Landscape
 from fedloom.report.summary import RunSummary
-from fedloom.runs.directory import RunDirectory, read_json, readable
+from fedloom.runs.directory import LANDSCAPE, RunDirectory, read_json, readable, write_json
+from fedloom.runs.final_landscape import landscape_of
 from fedloom.runs.settings import label
-
-LANDSCAPE = "landscape.json"
-"""File in a run's folder with the loss around its final model."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +126,22 @@ def _summary(path: Path, name: str | None) -> RunSummary:
         landscape["kind"]
     others = [entry for entry in summary.recorded if entry["kind"] != "landscape"]
     return dataclasses.replace(summary, recorded=[*others, landscape])
+
+
+def add_landscapes(
+    runs: Sequence[StoredRun], recorder: Landscape, show: Callable[[str], None]
+) -> None:
+    """Compute the loss around the final model of each method's first run in each setting.
+
+    Args:
+        runs: The runs. `read_runs` finds their landscapes from now on.
+        recorder: The recorder of landscapes.
+        show: Called with a line before each run.
+
+    Raises:
+        InvalidValue: A run is not finished, or its task cannot be made again.
+    """
+    first_runs = {(run.setting, run.summary.algorithm): run for run in reversed(runs)}
+    for run in reversed(first_runs.values()):
+        show(f"loss landscape of {run.labelled.algorithm}, seed {run.summary.seed}")
+        write_json(run.path / LANDSCAPE, landscape_of(run.path, recorder))

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from fedloom.errors import import_extra
+from fedloom.common.errors import import_extra
 from fedloom.runs.settings import Axis, Range, values_of
 from fedloom.study.search import Search, Trial
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fedloom.errors import CheckpointError
+from fedloom.common.digest import Digest
+from fedloom.common.errors import CheckpointError
 from fedloom.recording.recorder import RunContext
 from fedloom.recording.run_recording import RESULT, recorded_tensors
 from fedloom.recording.trajectory import Trajectory, principal_plane, surroundings
@@ -19,7 +20,6 @@ from fedloom.rounds.evaluation import newcomers_last
 from fedloom.rounds.scoring import Evaluator
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import read_json, write_json
-from fedloom.state.digest import Digest
 from fedloom.study.stored_runs import StoredRun
 
 FILE = "trajectories.json"

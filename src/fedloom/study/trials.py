@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import tomli_w
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.report.export import csv_text
 from fedloom.report.summary import measured
 from fedloom.runs.directory import finished_runs, read_json, write_json

@@ -10,9 +10,9 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from fedloom.config.fields import require_at_least
-from fedloom.errors import InvalidValue, quoted
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import InvalidValue, quoted
+from fedloom.common.fields import require_at_least
 from fedloom.report.page import ReportOptions
 from fedloom.runs.events import Watch
 from fedloom.runs.progress import progress

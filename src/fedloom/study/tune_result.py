@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fedloom.method import Method
+from fedloom.algorithm.method import Method
 from fedloom.report.cells import Cell, Column, score_cell, table_of
 from fedloom.runs.settings import label, plain_text
 from fedloom.study.comparison_result import ComparisonResult

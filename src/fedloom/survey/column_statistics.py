@@ -15,9 +15,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from pydantic import TypeAdapter
 
-from fedloom.config.fields import Count, Positive, require_fields
+from fedloom.common.errors import InvalidValue, quoted, shortened
+from fedloom.common.fields import Count, Positive, require_fields
 from fedloom.data.formats.limits import reading
-from fedloom.errors import InvalidValue, quoted, shortened
 from fedloom.parts.privacy import OpenShare
 from fedloom.report.cells import Cell, Column, table_of
 from fedloom.report.figures import COLOURS

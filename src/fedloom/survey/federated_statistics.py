@@ -31,14 +31,21 @@ from scipy.stats import norm
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from fedloom.config.fields import Count, Finite, NonNegative
+from fedloom.common.errors import (
+    InvalidValue,
+    RefusedReply,
+    one_line,
+    quoted,
+    shortened,
+    suggestion,
+)
+from fedloom.common.fields import Count, Finite, NonNegative
+from fedloom.common.randomness import stream
 from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.lazy import in_memory
-from fedloom.errors import InvalidValue, RefusedReply, one_line, quoted, shortened, suggestion
 from fedloom.parts.accounting import noise_for
 from fedloom.parts.gaussian_noise import normal
-from fedloom.randomness import stream
 from fedloom.survey.column_statistics import (
     MOST_BINS,
     REACH,

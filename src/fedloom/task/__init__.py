@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.config.description import Described
+from fedloom.common.description import Described
+from fedloom.common.device import find_device
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import stream_seed
+from fedloom.common.training import Training
 from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition, split_train_test
-from fedloom.errors import InvalidValue
-from fedloom.flat.device import find_device
 from fedloom.flat.layout import Layout
 from fedloom.models.structure import copied
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
-from fedloom.randomness import stream_seed
-from fedloom.training import Training
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedloom.config.registry import Entry
+from fedloom.common.errors import InvalidValue, quoted
+from fedloom.common.registry import Entry
+from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, DataSpec, make_dataset
 from fedloom.data.lazy import LazyInputs
-from fedloom.errors import InvalidValue, quoted
 from fedloom.flat.layout import require_copyable
 from fedloom.models.build import build_model
 from fedloom.models.structure import copied, unwrapped
 from fedloom.objectives import Objective
 from fedloom.objectives.custom import build_objective
 from fedloom.objectives.metrics import build_metrics
-from fedloom.training import Training
 
 
 def dataset_of(

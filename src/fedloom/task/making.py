@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedloom.common.device import find_device
+from fedloom.common.errors import InvalidValue, quoted
+from fedloom.common.training import Training
 from fedloom.data.formats.limits import VARIABLE
 from fedloom.data.lazy import LazyInputs
 from fedloom.data.noise import LabelNoise, label_noises
 from fedloom.data.partition import Partition, build_partition, split_train_test
 from fedloom.data.shift import InputShift, shifts
-from fedloom.errors import InvalidValue, quoted
-from fedloom.flat.device import find_device
 from fedloom.objectives import Objective
 from fedloom.task import Task
 from fedloom.task.fitting import fitted, in_type_of, mislabelled
 from fedloom.task.inputs import dataset_of, initial_module, training_of, with_float_inputs
-from fedloom.training import Training
 
 
 def make_task(

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedloom.common.errors import DataError, import_extra, quoted, shortened
 from fedloom.data.formats.arrow_columns import is_pictures
 from fedloom.data.formats.csv_files import TEXT_TABLES, CsvOptions, read_text_table, typed
 from fedloom.data.formats.limits import (
@@ -20,7 +21,6 @@ from fedloom.data.formats.limits import (
     require_room,
 )
 from fedloom.data.formats.pictures import decode_images, open_picture
-from fedloom.errors import DataError, import_extra, quoted, shortened
 
 PARQUET = (".parquet", ".pq")
 """Endings of parquet files."""

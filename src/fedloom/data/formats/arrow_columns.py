@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedloom.common.errors import DataError, quoted
 from fedloom.data.formats.limits import reading
-from fedloom.errors import DataError, quoted
 
 MARKERS = (
     "", "?", "-", ".", "#N/A", "#N/A N/A", "#NA", "#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!",

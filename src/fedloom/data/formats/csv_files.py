@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fedloom.common.errors import DataError, InvalidValue, quoted
 from fedloom.data.formats.arrow_columns import inferred_column, number_column, text_column
 from fedloom.data.formats.limits import read_bytes, reading, require_columns, require_room
-from fedloom.errors import DataError, InvalidValue, quoted
 
 TEXT_TABLES = (".csv", ".tsv", ".txt")
 """Endings of files that are read as CSV."""

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedloom.errors import LONGEST_QUOTED, DataError, FedloomError, InvalidValue, one_line, quoted
+from fedloom.common.errors import (
+    LONGEST_QUOTED,
+    DataError,
+    FedloomError,
+    InvalidValue,
+    one_line,
+    quoted,
+)
 
 VARIABLE = "FEDLOOM_DATA_GIB"
 """Environment variable of the most memory in GiB that one data set may take."""

@@ -8,8 +8,8 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.lib import format as npy
 
+from fedloom.common.errors import DataError, quoted
 from fedloom.data.formats.limits import reading, require_room
-from fedloom.errors import DataError, quoted
 
 
 def read_arrays(path: Path) -> dict[str, Any]:

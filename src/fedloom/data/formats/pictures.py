@@ -14,8 +14,8 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from fedloom.common.errors import DataError
 from fedloom.data.formats.limits import read_bytes, reading, require_room
-from fedloom.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]
 _MODES = {1: "L", 3: "RGB"}

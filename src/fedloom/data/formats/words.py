@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.config.plugins import found_at
+from fedloom.common.errors import DataError, quoted
+from fedloom.common.plugins import found_at
 from fedloom.data.formats.limits import reading
-from fedloom.errors import DataError, quoted
 
 PAD, UNKNOWN = 0, 1  # ids of no token and of a token outside the vocabulary
 # "basic english": quotes and line breaks vanish, and each of these marks is a token.

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from fedloom.common.errors import InvalidValue, quoted
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import (
     Concentration,
@@ -11,7 +12,6 @@ from fedloom.data.partitions.classes import (
     partition_stream,
     shuffled_by_class,
 )
-from fedloom.errors import InvalidValue, quoted
 
 _CELLS = 4_000_000  # steps x classes at a time: 32 MB
 

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from fedloom.common.errors import InvalidValue
+from fedloom.common.randomness import numpy_stream
 from fedloom.data.partition import Indices, Partition
-from fedloom.errors import InvalidValue
-from fedloom.randomness import numpy_stream
 
 Concentration = Annotated[float, Field(ge=1e-9, le=1e9)]
 """A Dirichlet distribution's alpha, in the range that double precision can draw with."""

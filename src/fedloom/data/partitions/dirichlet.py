@@ -3,7 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.config.fields import Count
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import (
     Concentration,
@@ -11,7 +12,6 @@ from fedloom.data.partitions.classes import (
     cut_classes,
     partition_stream,
 )
-from fedloom.errors import InvalidValue
 
 _MOST_DRAWS = 10_000
 _MOST_SHARES = 200_000_000  # Dirichlet shares over all draws: some seconds

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fedloom.config.fields import Count, Probability
+from fedloom.common.fields import Count, Probability
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import deal, equal_sizes, partition_stream, shuffled_by_class
 

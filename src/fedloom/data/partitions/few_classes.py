@@ -7,10 +7,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.config.fields import Count
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import class_sizes, cut_classes, equal_sizes, partition_stream
-from fedloom.errors import InvalidValue
 
 
 @partitions.register("pathological")

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from fedloom.config.fields import Count, require_at_least
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count, require_at_least
+from fedloom.common.randomness import numpy_stream
 from fedloom.data.partition import Indices, Partition, partitions, require_samples
 from fedloom.data.partitions.classes import deal
-from fedloom.errors import InvalidValue
-from fedloom.randomness import numpy_stream
 
 
 @partitions.register("natural")

@@ -10,7 +10,8 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.config.fields import Count
+from fedloom.common.errors import DataError
+from fedloom.common.fields import Count
 from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, hub_table, read_parquet
@@ -18,7 +19,6 @@ from fedloom.data.formats.limits import read_text, reading
 from fedloom.data.formats.words import encode, tokens, vocabulary
 from fedloom.data.preprocessing import TextInputs
 from fedloom.data.sets.origin import files_named, load, parquet_files
-from fedloom.errors import DataError
 
 _NAMES = ("World", "Sports", "Business", "Sci/Tech")
 _REPOSITORY = "fancyzhx/ag_news"

@@ -11,7 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.config.fields import Share
+from fedloom.common.errors import DataError
+from fedloom.common.fields import Share
+from fedloom.common.randomness import numpy_stream
 from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.arrow import column, decode_column, hub_table
@@ -20,8 +22,6 @@ from fedloom.data.formats.limits import reading
 from fedloom.data.sets.normalisation import Normalise, Split
 from fedloom.data.sets.origin import cached_split, load
 from fedloom.data.sets.picture_sets import PICTURE_SETS
-from fedloom.errors import DataError
-from fedloom.randomness import numpy_stream
 
 Writer = TypeVar("Writer", Samples, Tensor)
 _PICTURES = PICTURE_SETS["femnist"]

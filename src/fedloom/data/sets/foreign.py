@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from torch.utils.data import IterableDataset
 
+from fedloom.common.errors import InvalidValue, error_text, one_line
 from fedloom.data.columns import Columns
 from fedloom.data.convert import as_inputs
 from fedloom.data.dataset import Dataset, Samples, in_two
@@ -20,7 +21,6 @@ from fedloom.data.formats.arrow import as_arrow
 from fedloom.data.formats.limits import VARIABLE, allowed_bytes, reading
 from fedloom.data.lazy import LazyInputs
 from fedloom.data.sets.table import table_dataset
-from fedloom.errors import InvalidValue, error_text, one_line
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from fedloom.config.fields import Count
+from fedloom.common.errors import DataError, quoted
+from fedloom.common.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.formats.limits import read_text, reading, require_room
@@ -18,7 +19,6 @@ from fedloom.data.formats.words import PAD, encode, vocabulary
 from fedloom.data.formats.words import tokenizer as _tokenizer
 from fedloom.data.preprocessing import TextInputs
 from fedloom.data.sets.origin import files_named, load
-from fedloom.errors import DataError, quoted
 from fedloom.objectives.sequence import NextToken
 
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedloom.common.digest import digest_of_json
+from fedloom.common.errors import CheckpointError, DamagedCheckpoint, DataError, installing
 from fedloom.data.dataset import Samples
 from fedloom.data.formats.limits import reading
 from fedloom.data.sets.normalisation import Split
-from fedloom.errors import CheckpointError, DamagedCheckpoint, DataError, installing
-from fedloom.state.digest import digest_of_json
 from fedloom.state.files import remove_unfinished
 from fedloom.state.tensors import read_tensors, write_tensors
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Count
-from fedloom.config.plugins import found_at
+from fedloom.common.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
+from fedloom.common.fields import Count
+from fedloom.common.plugins import found_at
 from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Dataset, Samples, datasets, in_two, same_names
 from fedloom.data.formats.limits import reading
@@ -19,7 +20,6 @@ from fedloom.data.formats.pictures import class_folders, pictures, visible_files
 from fedloom.data.sets.normalisation import Normalise, Split, image_dataset
 from fedloom.data.sets.origin import cached_split
 from fedloom.data.sets.picture_files import read_image_folder
-from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")
 _MOST_CLASSES = 1_000_000  # a label beyond this is a mistake, such as an id in place of a class

@@ -6,10 +6,10 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from fedloom.config.expression import parse
+from fedloom.common.errors import InvalidValue
+from fedloom.common.expression import parse
+from fedloom.common.randomness import stream
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.errors import InvalidValue
-from fedloom.randomness import stream
 
 
 @datasets.register("part")

@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedloom.common.errors import DataError, quoted, shortened
 from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Samples
 from fedloom.data.formats.arrow import column, decode_column
 from fedloom.data.formats.limits import read_bytes, read_text, reading, require_room
 from fedloom.data.formats.pictures import class_folders, pictures, read_files
-from fedloom.errors import DataError, quoted, shortened
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32

@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 from pydantic import Field
 
-from fedloom.config.fields import Count, NonNegative
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import Count, NonNegative
+from fedloom.common.randomness import numpy_stream
 from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.limits import require_room
-from fedloom.errors import InvalidValue
-from fedloom.randomness import numpy_stream
 
 Floats = npt.NDArray[np.float64]
 Classes = Annotated[int, Field(ge=2)]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.common.errors import DataError, InvalidValue, quoted, shortened, suggestion
 from fedloom.data.columns import Columns, Missing, TableInputs
 from fedloom.data.convert import Names, as_groups, as_labels
 from fedloom.data.dataset import Dataset, Samples, datasets, in_two
@@ -29,7 +30,6 @@ from fedloom.data.formats.limits import naming, reading
 from fedloom.data.formats.words import tokens, vocabulary
 from fedloom.data.preprocessing import Inputs, LabelType, Preprocessing, TextInputs, label_type
 from fedloom.data.sets.normalisation import image_dataset
-from fedloom.errors import DataError, InvalidValue, quoted, shortened, suggestion
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.regression import Regression

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Count, checked
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.fields import Count, checked
 from fedloom.engines.base import engines
 from fedloom.engines.client_work import Setup, WorkDone
 from fedloom.engines.dispatch import (
@@ -29,7 +30,6 @@ from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.proof import Proof
 from fedloom.engines.stacked import unstackable_method
 from fedloom.engines.worker_life import exit_text, start_worker
-from fedloom.errors import FedloomError, InvalidValue
 from fedloom.parts.pipeline import Pipeline
 from fedloom.rounds.engine import Job
 from fedloom.state.store import BUDGET

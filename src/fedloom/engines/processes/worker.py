@@ -17,9 +17,9 @@ def main() -> None:
 
         import torch
 
+        from fedloom.common.device import keep_pages
         from fedloom.engines.client_work import ClientTrainer
         from fedloom.engines.processes.channel import Channel, SharedMemory, pack
-        from fedloom.flat.device import keep_pages
 
         torch.set_num_threads(threads)
         keep_pages()

@@ -25,9 +25,9 @@ class TrainingActor:
         sys.path += [path for path in paths if path not in sys.path and os.path.exists(path)]
         import torch
 
+        from fedloom.common.device import keep_pages
         from fedloom.engines.client_work import ClientTrainer
         from fedloom.engines.pickling import dump
-        from fedloom.flat.device import keep_pages
 
         torch.set_num_threads(threads)
         keep_pages()

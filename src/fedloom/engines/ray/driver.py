@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from fedloom.config.fields import NonNegative, checked
+from fedloom.common.errors import FedloomError, InvalidValue, first_line
+from fedloom.common.fields import NonNegative, checked
 from fedloom.engines.base import engines
 from fedloom.engines.client_work import Setup, WorkDone, slim
 from fedloom.engines.dispatch import (
@@ -29,7 +30,6 @@ from fedloom.engines.dispatch import (
 from fedloom.engines.pickling import Packed, dump, load
 from fedloom.engines.ray.session import DIED, LOCAL, Session, has_room, join, leave, load_ray
 from fedloom.engines.stacked import unstackable_method
-from fedloom.errors import FedloomError, InvalidValue, first_line
 from fedloom.parts.pipeline import Pipeline
 from fedloom.rounds.engine import Job
 from fedloom.state.store import BUDGET

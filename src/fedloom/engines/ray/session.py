@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedloom.common.errors import FedloomError, InvalidValue, MissingExtra, first_line, quoted
 from fedloom.engines.worker_life import import_path
-from fedloom.errors import FedloomError, InvalidValue, MissingExtra, first_line, quoted
 
 LOCAL = "local"
 """Address of a cluster that is started here, on this machine only."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedloom.algorithm import Algorithm
-from fedloom.errors import (
+from fedloom.common.errors import (
     FedloomError,
 )
 from fedloom.parts.building import build

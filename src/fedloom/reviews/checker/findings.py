@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from fedloom.algorithm import Algorithm
-from fedloom.errors import is_user_code, shown_path
-from fedloom.method import Method, components
+from fedloom.algorithm.method import Method, components
+from fedloom.common.errors import is_user_code, shown_path
 from fedloom.parts.hooks import Part
 
 

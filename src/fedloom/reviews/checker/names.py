@@ -5,10 +5,10 @@ import inspect
 from collections.abc import Iterator
 
 from fedloom.algorithm import Algorithm
-from fedloom.errors import (
+from fedloom.algorithm.method import Method
+from fedloom.common.errors import (
     code_location,
 )
-from fedloom.method import Method
 from fedloom.parts.hooks import Part
 from fedloom.reviews.checker.findings import Finding, kinds, source_match
 

@@ -11,24 +11,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedloom.engines.proof import Proof
-from fedloom.engines.rows import RowsEngine
-from fedloom.errors import (
+from fedloom.algorithm import Cohort
+from fedloom.algorithm.method import Method, components
+from fedloom.algorithm.records import Specs
+from fedloom.common.errors import (
     Diverged,
     NotFinite,
     code_location,
     error_location,
     is_user_code,
 )
-from fedloom.local.cohort import Cohort
-from fedloom.method import Method, components
+from fedloom.common.round import Round
+from fedloom.engines.proof import Proof
+from fedloom.engines.rows import RowsEngine
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.stages import stages_in
-from fedloom.records import Specs
 from fedloom.reviews.checker.findings import Finding, kinds, source_match
 from fedloom.reviews.checker.listening import GuardedState, Listener, ListeningMemory
 from fedloom.reviews.checker.trial import ROUNDS, CheckTrial, failure
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.task import Task

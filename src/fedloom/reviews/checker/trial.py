@@ -13,12 +13,8 @@ import torch
 from torch import nn
 
 from fedloom.algorithm import Algorithm
-from fedloom.data.dataset import Dataset, Samples
-from fedloom.data.partition import Partition
-from fedloom.engines.base import LocalEngine
-from fedloom.engines.proof import Proof, prove
-from fedloom.engines.rows import RowsEngine
-from fedloom.errors import (
+from fedloom.algorithm.method import Method, components
+from fedloom.common.errors import (
     Diverged,
     FedloomError,
     InvalidValue,
@@ -26,13 +22,17 @@ from fedloom.errors import (
     error_location,
     error_text,
 )
-from fedloom.method import Method, components
-from fedloom.randomness import global_stream, stream
+from fedloom.common.randomness import global_stream, stream
+from fedloom.common.training import Training
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.partition import Partition
+from fedloom.engines.base import LocalEngine
+from fedloom.engines.proof import Proof, prove
+from fedloom.engines.rows import RowsEngine
 from fedloom.reviews.checker.findings import Finding
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import Training
 
 ROUNDS = 3
 CLIENTS = 4

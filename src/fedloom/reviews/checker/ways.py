@@ -7,16 +7,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fedloom.algorithm.method import needs_total_rounds
+from fedloom.algorithm.records import Specs
+from fedloom.common.round import Round
 from fedloom.engines.pickling import dump, load
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.method import needs_total_rounds
 from fedloom.parts.pipeline import Pipeline
-from fedloom.records import Specs
 from fedloom.reviews.checker.findings import Finding, source_match
 from fedloom.reviews.checker.reference import ReferenceRun
 from fedloom.reviews.checker.trial import ROUNDS, CheckTrial, failure
-from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 

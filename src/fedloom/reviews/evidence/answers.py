@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from fedloom.common.digest import Checksum
 from fedloom.reviews.evidence.referee import compare
 from fedloom.reviews.evidence.trace import Trace
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.runs.directory import read_json, readable
-from fedloom.state.digest import Checksum
 from fedloom.state.tensors import read_tensors
 
 ANSWERS = ("the same bytes", "the same to float tolerance", "within the seeds' spread", "different")

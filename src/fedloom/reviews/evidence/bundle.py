@@ -26,15 +26,15 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 import fedloom
-from fedloom.config.expression import Call, parse
-from fedloom.config.plugins import import_plugins
+from fedloom.common.digest import digest
+from fedloom.common.errors import DataError, InvalidValue, is_user_code, quoted
+from fedloom.common.expression import Call, parse
+from fedloom.common.plugins import import_plugins
 from fedloom.data.dataset import datasets
 from fedloom.data.formats.limits import reading
 from fedloom.data.partition import partitions
-from fedloom.errors import DataError, InvalidValue, is_user_code, quoted
 from fedloom.models import models
 from fedloom.runs.directory import RunDirectory, to_json
-from fedloom.state.digest import digest
 from fedloom.state.files import make_folder, remove, write_bytes
 from fedloom.study.stored_runs import read_runs
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fedloom.errors import DataError
+from fedloom.common.errors import DataError
 from fedloom.reviews.evidence.trace import Array, Key, Trace
 
 _ROUNDING = 4e-6  # relative error of numbers that were computed in float32 in another order

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from fedloom.config.expression import Call
+from fedloom.common.errors import FedloomError, InvalidValue, one_line, quoted
+from fedloom.common.expression import Call
 from fedloom.data.dataset import datasets
-from fedloom.errors import FedloomError, InvalidValue, one_line, quoted
 from fedloom.report.units import time_text
 from fedloom.reviews.evidence.answers import ANSWERS, bundled_json, final_figure, outcome
 from fedloom.reviews.evidence.bundle import Bundle, relocated, rewritten

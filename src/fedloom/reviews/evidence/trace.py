@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from fedloom.errors import DataError, first_line
+from fedloom.common.errors import DataError, first_line
 from fedloom.recording.run_recording import models_file
 from fedloom.rounds.checkpoint import RoundLog
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedloom.config.expression import Call, parse
+from fedloom.common.expression import Call, parse
 from fedloom.data.dataset import Dataset, DataSpec, Samples, make_dataset
 from fedloom.data.partition import Partition
 from fedloom.engines.work import using_threads

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord, today

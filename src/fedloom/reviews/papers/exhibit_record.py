@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.reviews.papers.library import exhibit
 from fedloom.reviews.papers.measure import Measured
 from fedloom.reviews.papers.result_table import CellResult

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from fedloom.errors import InvalidValue, UnknownName, suggestion
+from fedloom.common.errors import InvalidValue, UnknownName, suggestion
 from fedloom.reviews.papers.paper import Paper
 from fedloom.reviews.papers.protocols import Exhibit
 from fedloom.reviews.papers.published.fedala_paper import FEDALA

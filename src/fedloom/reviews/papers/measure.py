@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from fedloom.config.expression import parse
+from fedloom.common.expression import parse
 from fedloom.data.dataset import DataSpec, make_dataset
-from fedloom.flat.layout import Layout
 from fedloom.models.build import build_model
 from fedloom.models.structure import block_parameters
 from fedloom.report import summary as figures
@@ -223,7 +222,8 @@ def _sizes(model: str, spec: DataSpec) -> tuple[int, tuple[int, ...]]:
     module = build_model(model, spec, 0)
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     blocks = tuple(sum(sizes[name] for name in names) for names in block_parameters(module))
-    return Layout(module).size, blocks
+    floats = (tensor for tensor in module.state_dict().values() if tensor.is_floating_point())
+    return sum(tensor.numel() for tensor in floats), blocks
 
 
 def _weights(cell: PaperCell) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedloom.config.expression import parse
+from fedloom.common.expression import parse
 from fedloom.data.dataset import DataSpec
 from fedloom.data.sets.origin import candidates
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fedloom.config.expression import Call, parse
-from fedloom.errors import InvalidValue, UnknownName, suggestion
+from fedloom.common.digest import digest_of_json
+from fedloom.common.errors import InvalidValue, UnknownName, suggestion
+from fedloom.common.expression import Call, parse
 from fedloom.reviews.papers.paper_data import FACTS, data_of, families, family
 from fedloom.reviews.papers.protocols import Exhibit, PaperCell, PaperRun, Setting
 from fedloom.rounds.schedule import NEUTRAL
@@ -16,7 +17,6 @@ from fedloom.runs.config_file import configuration, put
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.configured import run_directory
 from fedloom.runs.events import RunName
-from fedloom.state.digest import digest_of_json
 from fedloom.state.files import slug
 from fedloom.study.cores import runs_side_by_side
 from fedloom.study.jobs import RunJob

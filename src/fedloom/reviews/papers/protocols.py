@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedloom.config.expression import parse
+from fedloom.common.expression import parse
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from fedloom.config.fields import NonNegative
-from fedloom.errors import installing
+from fedloom.common.errors import installing
+from fedloom.common.fields import NonNegative
 from fedloom.report.summary import dotted
 from fedloom.runs.trackers.tracker import TrackedRun, require_installed, trackers
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.config.fields import NonNegativeInt
-from fedloom.errors import installing
+from fedloom.common.errors import installing
+from fedloom.common.fields import NonNegativeInt
 from fedloom.runs.trackers.tracker import TrackedRun, require_installed, trackers
 
 _LAST = "last_round"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from fedloom.config.expression import parse, plain
-from fedloom.config.plugins import found_at
-from fedloom.config.registry import Registry
-from fedloom.errors import CheckpointError, FedloomError, InvalidValue, error_text, quoted
+from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue, error_text, quoted
+from fedloom.common.expression import parse, plain
+from fedloom.common.plugins import found_at
+from fedloom.common.registry import Registry
 from fedloom.rounds.evaluation import Record
 from fedloom.runs.directory import read_json
 from fedloom.state.files import write_bytes

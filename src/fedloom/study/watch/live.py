@@ -9,13 +9,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import CheckpointError
+from fedloom.common.digest import digest
+from fedloom.common.errors import CheckpointError
 from fedloom.objectives import ACCURACY
 from fedloom.report import summary as figures
 from fedloom.report.page import render, templates
 from fedloom.report.summary import RunSummary
 from fedloom.runs.directory import RunDirectory, readable
-from fedloom.state.digest import digest
 
 DEEPEST = 5
 """Levels of folders below the watched one that are searched for runs."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
 from fedloom.study.watch.live import Watched
 
 ADDRESS = "127.0.0.1"

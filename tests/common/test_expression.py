@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.config.expression import Call, parse, parse_value, show
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.common.errors import FedloomError, InvalidValue
+from fedloom.common.expression import Call, parse, parse_value, show
 from fedloom.parts.building import build
 from fedloom.runs.config_file import put
 

@@ -19,18 +19,18 @@ from torch.nn import functional as F
 
 import fedloom as fl
 from batch_order import batch_order
+from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.config.rates import rate_factor
+from fedloom.common.errors import CheckpointError, FedloomError
+from fedloom.common.randomness import stream
+from fedloom.common.rates import rate_factor
+from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import CheckpointError, FedloomError
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
-from fedloom.randomness import stream
-from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.training import Training
 from own_optimizers import Grouped, Normed, Sign
 from small_task import small_task
 

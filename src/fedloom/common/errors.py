@@ -272,7 +272,8 @@ def _installed() -> tuple[str, ...]:
         sysconfig.get_path(name)
         for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
     ]
-    return (os.path.dirname(os.path.abspath(__file__)) + os.sep, *(path + os.sep for path in paths))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return (package + os.sep, *(path + os.sep for path in paths))
 
 
 def one_line(text: str, longest: int = 500) -> str:

@@ -7,13 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedloom.flat.layout import Layout, Unit
-from fedloom.local.cohort import Cohort as Cohort
-from fedloom.method import Facts as Facts
-from fedloom.method import Method
-from fedloom.method import algorithms as algorithms
-from fedloom.method import name_of as name_of
-from fedloom.records import (
+from fedloom.algorithm.method import Facts as Facts
+from fedloom.algorithm.method import Method
+from fedloom.algorithm.method import algorithms as algorithms
+from fedloom.algorithm.method import name_of as name_of
+from fedloom.algorithm.records import (
     NOTHING,
     Aggregate,
     Message,
@@ -22,10 +20,12 @@ from fedloom.records import (
     TensorSpec,
     block_slots,
 )
-from fedloom.records import Selection as Selection
-from fedloom.records import server_model as server_model
-from fedloom.records import started_from as started_from
-from fedloom.round import Round as Round
+from fedloom.algorithm.records import Selection as Selection
+from fedloom.algorithm.records import server_model as server_model
+from fedloom.algorithm.records import started_from as started_from
+from fedloom.common.round import Round as Round
+from fedloom.flat.layout import Layout, Unit
+from fedloom.local.cohort import Cohort as Cohort
 
 
 class Algorithm(Method):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fedloom.config.description import Described
-from fedloom.config.expression import show
-from fedloom.config.fields import (
+from fedloom.common.description import Described
+from fedloom.common.errors import FedloomError, InvalidValue, quoted, suggestion
+from fedloom.common.expression import show
+from fedloom.common.fields import (
     BelowOne,
     Count,
     ImportPath,
@@ -21,10 +22,9 @@ from fedloom.config.fields import (
     Share,
     require_fields,
 )
-from fedloom.config.plugins import found_at
-from fedloom.config.rates import CONSTANT, build_rate_schedule, rate_factor
-from fedloom.errors import FedloomError, InvalidValue, quoted, suggestion
-from fedloom.round import Round
+from fedloom.common.plugins import found_at
+from fedloom.common.rates import CONSTANT, build_rate_schedule, rate_factor
+from fedloom.common.round import Round
 
 Optimizer = Literal[
     "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop",

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from fedloom.cli import main
+from fedloom.common.errors import DiskFull
+from fedloom.common.termination import Terminated, sigterm_interrupts
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import DiskFull
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.rounds.termination import Terminated, sigterm_interrupts
 from fedloom.state.files import write_text
 from ray_support import gone
 from small_task import KeepsClientMemory, other_notices, small_task

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.config.fields import (
+from fedloom.common.errors import InvalidValue
+from fedloom.common.fields import (
     LARGEST,
     BelowOne,
     Count,
@@ -24,9 +25,8 @@ from fedloom.config.fields import (
     Share,
     require_fields,
 )
-from fedloom.errors import InvalidValue
+from fedloom.common.training import Training
 from fedloom.rounds.schedule import Schedule
-from fedloom.training import Training
 
 
 @dataclass(frozen=True)

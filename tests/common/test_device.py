@@ -15,20 +15,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from every_method import EVERY_METHOD, EVERYBODY, WRAPPERS
-from fedloom.config.registry import Entry
+from fedloom.algorithm.records import INTEGERS, Plan, Replies
+from fedloom.common.device import find_device, moved, moved_back, present
+from fedloom.common.errors import InvalidValue
+from fedloom.common.registry import Entry
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.engines.base import engines
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue
-from fedloom.flat.device import find_device, moved, moved_back, present
 from fedloom.flat.module import Batch, FlatModule
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local import batches
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
-from fedloom.records import INTEGERS, Plan, Replies
-from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.config_file import configuration
@@ -36,7 +37,6 @@ from fedloom.runs.run import run
 from fedloom.state.store import ClientStore, Memory
 from fedloom.task import Task
 from fedloom.task.making import make_task
-from fedloom.training import Training
 from small_task import small_task
 
 ENGINES: tuple[Callable[[Task], RowsEngine], ...] = (RowsEngine, StackedEngine)

@@ -8,15 +8,15 @@ from inspect import Parameter
 import torch
 from torch import nn
 
-from fedloom.config.expression import Call, parse
-from fedloom.errors import InvalidValue
+from fedloom.algorithm.method import Method, algorithms, name_of
+from fedloom.algorithm.records import Plan
+from fedloom.common.errors import InvalidValue
+from fedloom.common.expression import Call, parse
+from fedloom.common.randomness import stream
 from fedloom.flat.layout import Layout
-from fedloom.method import Method, algorithms, name_of
 from fedloom.parts.building import build
 from fedloom.parts.course import Course, pipelines
 from fedloom.parts.moments import moments_of
-from fedloom.randomness import stream
-from fedloom.records import Plan
 
 INNERMOST = ("fedavg", "fedavg(weighted=false)", "fedmr")
 """Algorithms for parts that are given without one; the first accepted one is shown."""

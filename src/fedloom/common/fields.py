@@ -24,8 +24,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from fedloom.config.expression import DEEPEST, show
-from fedloom.errors import InvalidValue, quoted, suggestion
+from fedloom.common.errors import InvalidValue, quoted, suggestion
+from fedloom.common.expression import DEEPEST, show
 
 LARGEST = 3.4e38
 """About the largest 32-bit float: a larger setting would become infinite in the computation."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from fedloom.config.expression import Call, parse, plain
-from fedloom.config.fields import checked, parameters
-from fedloom.config.plugins import import_from_environment
-from fedloom.errors import InvalidValue, UnknownName, quoted, suggestion
+from fedloom.common.errors import InvalidValue, UnknownName, quoted, suggestion
+from fedloom.common.expression import Call, parse, plain
+from fedloom.common.fields import checked, parameters
+from fedloom.common.plugins import import_from_environment
 
 _SECTIONS = re.compile(r"^(Args|Returns|Raises):\n(?: .*\n|\n)*", re.MULTILINE)
 """Google style sections of a docstring: a title, and the indented or empty lines below it."""

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedloom.errors import InvalidValue
+from fedloom.common.errors import InvalidValue
+from fedloom.common.round import Round
+from fedloom.common.training import Training
 from fedloom.flat.layout import Layout
 from fedloom.flat.population import weighted_mean
-from fedloom.round import Round
 from fedloom.state.pool_files import PoolFiles
-from fedloom.training import Training
 
 Message = dict[str, Tensor]
 """Named tensors with one row for all receivers, `[1, ...]`, or one row each, `[k, ...]`."""

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
-from fedloom.config.expression import Call, parse, plain
-from fedloom.config.fields import Count, Probability, Share
-from fedloom.config.plugins import found_at
-from fedloom.config.registry import Registry
-from fedloom.errors import InvalidValue, error_text, quoted
+from fedloom.common.errors import InvalidValue, error_text, quoted
+from fedloom.common.expression import Call, parse, plain
+from fedloom.common.fields import Count, Probability, Share
+from fedloom.common.plugins import found_at
+from fedloom.common.registry import Registry
 
 RateSchedule = Callable[[int, int], float]
 
@@ -25,7 +25,7 @@ def _argument(make: object, name: str, value: Any) -> Any:
 
 
 rate_schedules: Registry[Callable[..., RateSchedule]] = Registry(
-    "learning-rate schedule", "fedloom.config", argument=_argument
+    "learning-rate schedule", "fedloom.common", argument=_argument
 )
 
 

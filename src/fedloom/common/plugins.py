@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
-from fedloom.errors import LONGEST_QUOTED, InvalidValue, one_line, quoted, suggestion
+from fedloom.common.errors import LONGEST_QUOTED, InvalidValue, one_line, quoted, suggestion
 
 VARIABLE = "FEDLOOM_PLUGINS"
 """Environment variable with the modules that every process imports."""

@@ -1,46 +1,37 @@
-"""The loss around the final models of finished runs.
+"""The loss around the final model of a finished run."""
 
-landscape.json    in a run's folder: the loss around its final model
-"""
-
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.common.errors import FedloomError, InvalidValue, quoted
 from fedloom.recording.landscape import Landscape
+from fedloom.recording.recorder import recorders
 from fedloom.runs.config_file import configuration
-from fedloom.runs.directory import RunDirectory, read_json, write_json
+from fedloom.runs.directory import RunDirectory, read_json
 from fedloom.runs.identity import task_digests
 from fedloom.serving.artifact import load_model
-from fedloom.study.stored_runs import LANDSCAPE, StoredRun
 from fedloom.task import Task
 
 _OF_TASK = ("data", "model", "objective", "metrics", "training", "plugins")
 
 
-def add_landscapes(
-    runs: Sequence[StoredRun], recorder: Landscape, show: Callable[[str], None]
-) -> None:
-    """Compute the loss around the final model of each method's first run in each setting.
-
-    Args:
-        runs: The runs. `read_runs` finds their landscapes from now on.
-        recorder: The recorder of landscapes.
-        show: Called with a line before each run.
+def landscape_recorder(text: str) -> Landscape:
+    """Return the recorder of an expression.
 
     Raises:
-        InvalidValue: A run is not finished, or its task cannot be made again.
+        InvalidValue: It is not `landscape`, the only recorder that works after a run.
     """
-    first_runs = {(run.setting, run.summary.algorithm): run for run in reversed(runs)}
-    for run in reversed(first_runs.values()):
-        show(f"loss landscape of {run.labelled.algorithm}, seed {run.summary.seed}")
-        write_json(run.path / LANDSCAPE, landscape_of(run.path, recorder))
+    recorder = recorders.build(text)
+    if not isinstance(recorder, Landscape):
+        raise InvalidValue(f"--record {quoted(text)}: only landscape can be recorded afterwards")
+    return recorder
 
 
 def landscape_of(path: Path, recorder: Landscape) -> dict[str, Any]:
-    """Return the loss around the final model of the run in a directory. Raises as
-    `add_landscapes`.
+    """Return the loss around the final model of the run in a directory.
+
+    Raises:
+        InvalidValue: The run is not finished, or its task cannot be made again.
     """
     directory = RunDirectory(path)
     if not directory.finished:

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from fedloom.errors import InvalidValue
-from fedloom.training import Optimizer, Training
+from fedloom.common.errors import InvalidValue
+from fedloom.common.training import Optimizer, Training
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal, dataclass_transform, get_args
 
 from torch import Tensor
 
-from fedloom.config.expression import show
-from fedloom.config.fields import parameters, require_fields, type_hints
-from fedloom.config.registry import Registry
-from fedloom.records import Plan
+from fedloom.algorithm.records import Plan
+from fedloom.common.expression import show
+from fedloom.common.fields import parameters, require_fields, type_hints
+from fedloom.common.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fedloom.randomness import stream
+from fedloom.common.randomness import stream
 
 SIMULATED = ("closes",)
 """Fields of a round that have a meaning only in a simulation and are not sent to real sites."""

@@ -1,6 +1,6 @@
 """Hash functions of the package, one for each purpose.
 
-The numbers of random streams come from `fedloom.randomness`.
+The numbers of random streams come from `fedloom.common.randomness`.
 """
 
 import hashlib

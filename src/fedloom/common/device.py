@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedloom.errors import InvalidValue, quoted, suggestion
+from fedloom.common.errors import InvalidValue, quoted, suggestion
 
 # mallopt's parameters, from malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3

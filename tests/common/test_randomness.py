@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import fedloom as fl
 from batch_order import batch_order
-from fedloom.randomness import global_stream, numpy_stream, stream, stream_bytes, stream_seed
-from fedloom.records import uniform
-from fedloom.round import Round
+from fedloom.algorithm.records import uniform
+from fedloom.common.randomness import global_stream, numpy_stream, stream, stream_bytes, stream_seed
+from fedloom.common.round import Round
 
 
 def test_the_same_name_gives_the_same_numbers() -> None:

@@ -6,10 +6,10 @@ from itertools import permutations
 
 import pytest
 
+from fedloom.algorithm.method import algorithms
 from fedloom.cli import main
-from fedloom.cli.combining import combinations
-from fedloom.method import algorithms
 from fedloom.parts.building import build
+from fedloom.parts.combining import combinations
 from fedloom.parts.hooks import HOOKS, Part, parts_of
 from fedloom.parts.moments import MOMENTS, moments_of, parts_by_hook
 
