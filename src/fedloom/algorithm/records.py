@@ -27,7 +27,9 @@ Names that begin with @ are reserved for fedloom.
 INTEGERS = "@integers"
 """Name under which a model's integer buffers travel."""
 
-BLOCK_BYTES, LEAST_SLOTS, MOST_SLOTS = 16 << 20, 16, 128
+BLOCK_BYTES = 16 << 20
+LEAST_SLOTS = 16
+MOST_SLOTS = 128
 """Size of a block of slots: about this many bytes of models, within the least and most slots."""
 
 

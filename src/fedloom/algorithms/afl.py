@@ -38,7 +38,8 @@ class AFL(ReportsLoss):
         self.state |= {"shares": shares, "mean": plan.initial.clone()}
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
-        rows, shares = replies["model"], self.state["shares"]
+        rows = replies["model"]
+        shares = self.state["shares"]
         clients = replies.clients.to(shares.device)
         step = shares[clients].to(rows) @ (rows - self.state["model"])
         losses = torch.zeros_like(shares).index_copy_(0, clients, replies["loss"].double())

@@ -35,10 +35,13 @@ class APFL(PartlyShared):
     base_facts = Facts(fits_once=False, initial="all")
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        rate, count = cohort.round.learning_rate, cohort.layout.trainable
+        rate = cohort.round.learning_rate
+        count = cohort.layout.trainable
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
-            model, local, alpha = state["global"], state["local"], state["alpha"]
+            model = state["global"]
+            local = state["local"]
+            alpha = state["alpha"]
             loss, gradient = cohort.gradient(model, batch)
             model[:, :count].sub_(gradient, alpha=rate)
             mixture = torch.lerp(model, local, alpha)

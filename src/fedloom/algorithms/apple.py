@@ -65,15 +65,19 @@ class Apple(EveryModel):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         # All clients receive the same cores [N, m].
-        cores, shares = inbox["cores"][0], inbox["shares"]
-        count, owner = cohort.layout.trainable, torch.tensor(cohort.clients, device=cores.device)
+        cores = inbox["cores"][0]
+        shares = inbox["shares"]
+        count = cohort.layout.trainable
+        owner = torch.tensor(cohort.clients, device=cores.device)
         trainable = cores[:, :count]
         rate = cohort.round.learning_rate * (len(cores) if self.variant == "pfllib" else 1)
-        end, passed = self.decline * cohort.round.rounds, self.plan.passed(cohort.round.number)
+        end = self.decline * cohort.round.rounds
+        passed = self.plan.passed(cohort.round.number)
         hold = self.mu * (math.cos(math.pi * passed / end) + 1) / 2 if passed < end else 0.0
 
         def mix(state: dict[str, Tensor]) -> None:
-            relation, index = state["relation"], state["index"]
+            relation = state["relation"]
+            index = state["index"]
             mixed = torch.addcmul(
                 relation.scatter(1, index, 0.0) @ trainable,
                 relation.gather(1, index),
@@ -83,7 +87,9 @@ class Apple(EveryModel):
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
             loss, gradient = cohort.gradient(state["model"], batch)
-            core, relation, index = state["core"], state["relation"], state["index"]
+            core = state["core"]
+            relation = state["relation"]
+            index = state["index"]
             scaled = (
                 gradient if self.variant == "paper" else mean_by_tensor(gradient, cohort.layout)
             )

@@ -54,18 +54,17 @@ class CFL(Algorithm):
     def receive(self, round: Round, replies: Replies) -> None:
         updates = replies["model"] - replies.sent("model")
         moved = updates[:, : self.plan.layout.trainable].double()
-        models, cluster = list(self.state["models"]), self.state["cluster"].clone()
+        models = list(self.state["models"])
+        cluster = self.state["cluster"].clone()
         for number in range(len(models)):
             # Order by client, so that the numbers of clusters do not depend on the slots.
             order = replies.clients.argsort()
             members = order[cluster[replies.clients][order] == number]
             if not len(members):
                 continue
-            clusters, mean, longest = (
-                [members],
-                moved[members].mean(0).norm(),
-                moved[members].norm(dim=1).max(),
-            )
+            clusters = [members]
+            mean = moved[members].mean(0).norm()
+            longest = moved[members].norm(dim=1).max()
             stands_still = len(members) > 2 and mean < self.mean_norm and longest > self.client_norm
             if self.plan.passed(round.number) >= self.first_round and stands_still:
                 clusters = [members[half] for half in bipartition(moved[members])]

@@ -47,10 +47,8 @@ class FedAS(KeepsHead):
         ).aggregate()
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        start, trained_before = (
-            self.complete(cohort, inbox["model"]),
-            cohort.memory.knows(self.own_model),
-        )
+        start = self.complete(cohort, inbox["model"])
+        trained_before = cohort.memory.knows(self.own_model)
         if self.align_rate and bool(trained_before.any()):
             means = cohort.class_means(cohort.features(cohort.memory.get(self.own_model, start)))
             start = cohort.fit(
@@ -91,7 +89,8 @@ def fisher_traces(cohort: Cohort, rows: Tensor) -> Tensor:
     Returns:
         One number for each client, `[k]`.
     """
-    module, traces = cohort.flat_module, rows.new_zeros(len(rows))
+    module = cohort.flat_module
+    traces = rows.new_zeros(len(rows))
     module.module.eval()
     try:
         for k, batches in enumerate(cohort.in_order(size=64)):

@@ -45,10 +45,8 @@ class FedSAM(Algorithm):
     def update(self, round: Round, aggregate: Aggregate) -> None:
         super().update(round, aggregate)
         if self.swa:
-            count, late = (
-                int(self.state["swa_count"]),
-                round.number >= self.swa_start * round.rounds - 1e-9,
-            )
+            count = int(self.state["swa_count"])
+            late = round.number >= self.swa_start * round.rounds - 1e-9
             mean = (count * self.state["swa_model"] + self.state["model"]) / (count + 1)
             self.state |= {"swa_model": mean, "swa_count": torch.full((1,), count + late)}
 
@@ -64,7 +62,8 @@ class FedSAM(Algorithm):
             rows: Tensor, batch: Batch, context: Mapping[str, Tensor]
         ) -> tuple[Tensor, Tensor]:
             weights = rows[:, : cohort.layout.trainable]
-            current, scale = weights.clone(), self.scale(cohort.layout, weights)
+            current = weights.clone()
+            scale = self.scale(cohort.layout, weights)
             loss, gradient = cohort.gradient(rows, batch)
             scaled = scale * gradient
             weights.add_(scale * scaled * (self.rho / (scaled.norm(dim=1, keepdim=True) + 1e-16)))

@@ -65,7 +65,8 @@ class FedCross(Indep):
             )
 
     def receive(self, round: Round, replies: Replies) -> None:
-        pool, share = replies.by_slot("model"), 1 - blend_at(self.alpha, round.number)
+        pool = replies.by_slot("model")
+        share = 1 - blend_at(self.alpha, round.number)
         if self.plan.passed(round.number) < self.averaging_rounds:
             self.state["pool"] = pool.mean(0).expand(len(pool), -1)
         else:

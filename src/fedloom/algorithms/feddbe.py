@@ -62,8 +62,10 @@ class FedDBE(PartlyShared):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         start = self.complete(cohort, inbox["model"])
-        head, count = LinearHead.of(cohort, "feddbe"), cohort.layout.trainable
-        settled, rate = "consensus" in inbox, cohort.round.learning_rate
+        head = LinearHead.of(cohort, "feddbe")
+        count = cohort.layout.trainable
+        settled = "consensus" in inbox
+        rate = cohort.round.learning_rate
         mean = start.new_zeros(len(start), head.features)
         shift = cohort.memory.get("feddbe_shift", torch.zeros_like(mean[:1])).clone()
 
@@ -89,7 +91,8 @@ class FedDBE(PartlyShared):
             context["shift"].sub_(of_shift, alpha=rate)
             return loss, gradient
 
-        state, context = {"mean": mean, "shift": shift}, {"consensus": inbox.get("consensus", mean)}
+        state = {"mean": mean, "shift": shift}
+        context = {"consensus": inbox.get("consensus", mean)}
         if settled:
             model = cohort.fit(start, gradient_fn=gradient_fn, context=context, state=state).model
             cohort.memory["feddbe_shift"] = shift

@@ -36,16 +36,22 @@ class FedDC(Drifting):
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         super().update(round, aggregate)
-        self.state["update"] = self.state["update"] + aggregate.total["update"] / self.plan.clients
+        change = aggregate.total["update"] / self.plan.clients
+        self.state["update"] = self.state["update"] + change
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         count = cohort.layout.trainable
-        sent, start = server_model(inbox)[:, :count], inbox["model"]
+        sent = server_model(inbox)[:, :count]
+        start = inbox["model"]
         drift = cohort.memory.get("feddc_drift", torch.zeros_like(sent))
         update = cohort.memory.get("feddc_update", torch.zeros_like(sent))
         size = relative_sizes(cohort, inbox)
         offset = inbox["update"] / size - update
-        context = {"strength": self.alpha / size, "centre": sent - drift, "offset": offset}
+        context = {
+            "strength": self.alpha / size,
+            "centre": sent - drift,
+            "offset": offset,
+        }
         trained = cohort.fit(start, correction=_decoupled, context=context)
         moved = trained.model[:, :count]
         steps, rate = self.divisors(cohort, inbox, trained)
@@ -54,7 +60,8 @@ class FedDC(Drifting):
         new_update = torch.where(has_trained, new_update, update)
         cohort.memory.write("feddc_drift", drift + moved - sent, cohort.uploads)
         cohort.memory.write("feddc_update", new_update, cohort.uploads)
-        return {"model": trained.model, "update": (new_update - update).mul_(size)}
+        change = (new_update - update).mul_(size)
+        return {"model": trained.model, "update": change}
 
     def divisors(self, cohort: Cohort, inbox: Message, trained: Trained) -> tuple[Tensor, float]:
         """Return the divisors of the clients' displacements.
@@ -71,6 +78,6 @@ class FedDC(Drifting):
 
 
 def _decoupled(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-    return gradient.addcmul_(weights - context["centre"], context["strength"]).add_(
-        context["offset"]
-    )
+    distance = weights - context["centre"]
+    gradient.addcmul_(distance, context["strength"])
+    return gradient.add_(context["offset"])

@@ -61,11 +61,15 @@ class FedDyn(Drifting):
         count = cohort.layout.trainable
         sent = server_model(inbox)[:, :count]
         history = cohort.memory.get("feddyn_history", torch.zeros_like(sent))
-        context = {"strength": self.alpha / relative_sizes(cohort, inbox), "centre": sent - history}
+        context = {
+            "strength": self.alpha / relative_sizes(cohort, inbox),
+            "centre": sent - history,
+        }
         model = cohort.fit(inbox["model"], correction=_pull, context=context).model
         cohort.memory.write("feddyn_history", history + model[:, :count] - sent, cohort.uploads)
         return {"model": model}
 
 
 def _pull(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-    return gradient.addcmul_(weights - context["centre"], context["strength"])
+    distance = weights - context["centre"]
+    return gradient.addcmul_(distance, context["strength"])

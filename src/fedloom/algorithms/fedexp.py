@@ -42,7 +42,8 @@ class FedExP(Algorithm):
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         trainable = slice(self.plan.layout.trainable)
-        previous, following = self.state["model"], aggregate.mean["model"]
+        previous = self.state["model"]
+        following = aggregate.mean["model"]
         mean = following[trainable] - previous[trainable]
         epsilon = self.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2
         if self.epsilon_by_clients:

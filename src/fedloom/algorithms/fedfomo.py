@@ -71,12 +71,14 @@ class FedFomo(PartlyShared):
 
     def receive(self, round: Round, replies: Replies) -> None:
         chosen = self._chosen(round) if len(self.state["known"]) else None
-        clients, relation, uploads = self.state["known"], self.state["relation"], replies["model"]
+        clients = self.state["known"]
+        relation = self.state["relation"]
+        uploads = replies["model"]
         newcomers = replies.clients[~torch.isin(replies.clients, clients)]
-        grown = torch.block_diag(relation, torch.eye(len(newcomers), dtype=relation.dtype))
-        models = torch.cat(
-            [self.state["models"], uploads.new_empty(len(newcomers), uploads.shape[1])]
-        )
+        unit = torch.eye(len(newcomers), dtype=relation.dtype)
+        grown = torch.block_diag(relation, unit)
+        new_models = uploads.new_empty(len(newcomers), uploads.shape[1])
+        models = torch.cat([self.state["models"], new_models])
         self.state |= {
             "known": torch.cat([clients, newcomers]),
             "models": models,
@@ -104,17 +106,21 @@ class FedFomo(PartlyShared):
 
     def _chosen(self, round: Round) -> Tensor:
         """Rows of the models that each selected client receives, `[K, M]`."""
-        count, sent = len(self.state["known"]), self._sent()
+        count = len(self.state["known"])
+        sent = self._sent()
         rows = []
         for client in round.selected:
-            row, generator = self._row(client), round.stream("explore", client)
+            row = self._row(client)
+            generator = round.stream("explore", client)
             if self.exploration and float(torch.rand((), generator=generator)) < self.exploration:
                 order = torch.randperm(count, generator=generator)
             else:
                 valued = torch.zeros(count) if row is None else self.state["relation"][row]
                 order = valued.argsort(descending=True, stable=True)
             # If all models are sent, their order is fixed, so that all clients get one message.
-            rows.append(torch.arange(count) if sent == count else order[:sent])
+            if sent == count:
+                order = torch.arange(count)
+            rows.append(order[:sent])
         return torch.stack(rows)
 
     # --- the client half ---
@@ -125,9 +131,8 @@ class FedFomo(PartlyShared):
         training, validation = divided(
             cohort, "fedfomo", lambda count: max(1, int(self.train_share * count + 1e-9))
         )
-        values = self._values(
-            validation, cohort.memory.get("fedfomo_mixed", cohort.initial), downloads
-        )
+        reference = cohort.memory.get("fedfomo_mixed", cohort.initial)
+        values = self._values(validation, reference, downloads)
         weights = values.clamp_min(0)
         total = weights.sum(1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1)
@@ -142,7 +147,8 @@ class FedFomo(PartlyShared):
 
     def _values(self, validation: Cohort, reference: Tensor, downloads: list[Tensor]) -> Tensor:
         """Return o_n for each download, `[k, M]`."""
-        loss, trainable = validation.loss(reference), slice(validation.layout.trainable)
+        loss = validation.loss(reference)
+        trainable = slice(validation.layout.trainable)
         distances = [(model - reference)[:, trainable].norm(dim=1) + 1e-5 for model in downloads]
         gains = [loss - validation.loss(model) for model in downloads]
         return torch.stack(

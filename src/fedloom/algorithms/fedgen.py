@@ -123,7 +123,8 @@ class FedGen(Algorithm):
         if not len(qualified):
             return
         head = LinearHead.of(self.plan, "fedgen", bias=False)
-        weight, bias = head.weight, head.bias
+        weight = head.weight
+        bias = head.bias
         heads = models[:, weight.slice].view(-1, *weight.shape)
         offsets = 0 if bias is None else models[:, bias.slice].unsqueeze(1)
         shares = counts / counts.sum(0).clamp_min(1)
@@ -176,7 +177,8 @@ class FedGen(Algorithm):
 
         def loss_fn(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
             weights = layout.tensors(context["generator"])
-            count, labels = len(batch.labels), context["labels"][batch.step]
+            count = len(batch.labels)
+            labels = context["labels"][batch.step]
             features = functional_call(
                 module, weights, (batch.labels, context["noise"][batch.step, :count])
             )
@@ -201,7 +203,9 @@ class FedGen(Algorithm):
         """
         batches = [min(cohort.training.batch_size or size, size) for size in cohort.sizes.tolist()]
         steps = cohort.training.local_steps(cohort.sizes).int().tolist()
-        labels, imagined, noise = [], [], []
+        labels = []
+        imagined = []
+        noise = []
         for stream, count, batch in zip(cohort.stream("generator"), steps, batches, strict=True):
             labels.append(
                 torch.randint(cohort.classes, (count, self.generator_batch), generator=stream)

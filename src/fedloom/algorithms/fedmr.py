@@ -144,13 +144,15 @@ class FedMR(Indep):
         pool = replies.by_slot("model")
         if self.blend == "auto":
             average = weighted_mean(pool, replies.weights_by_slot())  # 0 for clients without reply
-            sent, trainable = replies.sent_by_slot("model"), self.plan.layout.trainable
+            sent = replies.sent_by_slot("model")
+            trainable = self.plan.layout.trainable
             share = auto_blend(
                 pool, sent, average, self.state["initial"], trainable, self.tolerance
             )
             self.state["blend"] = torch.tensor([share], dtype=torch.float64)
         else:
-            average, share = None, blend_at(self.blend, round.number)
+            average = None
+            share = blend_at(self.blend, round.number)
         # This releases the models that were sent, since recombination needs memory.
         self.state["pool"] = pool
         # In place, since only this method uses the matrix of this round's replies.
@@ -212,7 +214,8 @@ def auto_blend(
         tolerance: Allowed spread relative to T.
     """
     bound = tolerance * float((average - initial)[:trainable].square().sum())
-    pool, sent = pool[:, :trainable], sent[:, :trainable]
+    pool = pool[:, :trainable]
+    sent = sent[:, :trainable]
     spread = float(total_variance(pool)) * float(total_variance(pool, since=sent))
     return max(0.0, 1.0 - bound * bound / spread) if spread > 0 else 0.0
 
@@ -247,7 +250,8 @@ def _require_local(local: Algorithm, plan: Plan) -> None:
         )
     # Check a later round, since some tensors are not sent in the first, such as a teacher.
     later = replace(plan.opening(), number=plan.first_round + 1)
-    message, expected = local.send(later), dict(local.expects(later))
+    message = local.send(later)
+    expected = dict(local.expects(later))
     if message.keys() != {"model"} or expected != {"model": (plan.layout.size,)}:
         raise InvalidValue(
             f"local={local} does not exchange exactly one whole model. "

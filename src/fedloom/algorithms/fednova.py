@@ -25,7 +25,8 @@ class FedNova(Algorithm):
         return {"model": (self.plan.layout.size,), "local_weight": (1,)}
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
-        trainable, local = slice(self.plan.layout.trainable), replies["local_weight"]
+        trainable = slice(self.plan.layout.trainable)
+        local = replies["local_weight"]
         moved = replies["model"][:, trainable] - self.state["model"][trainable]
         # A client without steps has local weight 0 and no displacement: any divisor gives 0.
         step = moved / local.where(local > 0, 1)
@@ -34,7 +35,8 @@ class FedNova(Algorithm):
         )
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
-        trainable, mean = slice(self.plan.layout.trainable), aggregate.mean
+        trainable = slice(self.plan.layout.trainable)
+        mean = aggregate.mean
         mean["model"][trainable] = (
             self.state["model"][trainable] + mean["local_weight"] * mean["step"]
         )

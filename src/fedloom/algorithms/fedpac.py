@@ -47,7 +47,8 @@ class FedPAC(FedRep):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        head, zeros = LinearHead.of(plan, "fedpac"), plan.initial.new_zeros
+        head = LinearHead.of(plan, "fedpac")
+        zeros = plan.initial.new_zeros
         self.state |= {
             "prototypes": zeros(plan.classes, head.features),
             "present": zeros(plan.classes),
@@ -90,15 +91,18 @@ class FedPAC(FedRep):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         start = self.complete(cohort, inbox["model"])
         base, head = self.split(cohort)
-        features, counts = cohort.features(start), cohort.label_counts.to(start)
-        means, sizes = cohort.class_means(features), counts.sum(1)
+        features = cohort.features(start)
+        counts = cohort.label_counts.to(start)
+        means = cohort.class_means(features)
+        sizes = counts.sum(1)
         shares = (counts / sizes.unsqueeze(1)).unsqueeze(2) * means
         squares = torch.stack([client.square().sum(1).mean() for client in features])
         variance = (squares - shares.square().sum((1, 2))) / sizes
         present = inbox["present"].unsqueeze(2) > 0
         prototypes = torch.where(present, inbox["prototypes"], means)
         context = {"prototypes": prototypes, "present": present.any(1).to(start).expand_as(counts)}
-        rate, epochs = self.head_rate, self.head_epochs
+        rate = self.head_rate
+        epochs = self.head_epochs
         fitted = cohort.fit(
             start, only=head, purpose="head", learning_rate=rate, epochs=epochs
         ).model
@@ -130,11 +134,9 @@ def head_shares(means: Tensor, variances: Tensor) -> Tensor:
     # Imported here, since it adds a fifth to the time to import PyTorch.
     from scipy.optimize import nnls
 
-    means, deviations, rows = (
-        means.double().cpu(),
-        variances.double().cpu().clamp_min(0).sqrt().diag(),
-        [],
-    )
+    means = means.double().cpu()
+    deviations = variances.double().cpu().clamp_min(0).sqrt().diag()
+    rows = []
     for mean in means:
         matrix = torch.cat([deviations, (means - mean).mT])
         # The sum is |A a|^2. The x >= 0 that minimises |A x|^2 + s^2 (sum x - 1)^2 is a multiple

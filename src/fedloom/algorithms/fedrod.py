@@ -47,7 +47,8 @@ class FedRoD(PartlyShared):
 
         def balanced(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
             features, logits = net.both(batch.inputs)
-            fixed, outputs = features.detach(), logits.detach()
+            fixed = features.detach()
+            outputs = logits.detach()
 
             def private_loss(head: Head) -> Tensor:
                 return net.objective.loss(outputs + fixed @ head[0].mT + head[1], batch.labels)

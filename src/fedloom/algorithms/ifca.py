@@ -65,13 +65,15 @@ class IFCA(Algorithm):
         )
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
-        models, chosen = aggregate.total["models"], aggregate.total["chosen"]
+        models = aggregate.total["models"]
+        chosen = aggregate.total["chosen"]
         counts = chosen.to(models).unsqueeze(1)
         models = torch.where(counts > 0, models / counts.clamp_min(1), self.state["models"])
         self.state = {"models": models, "chosen": chosen}
 
     def model(self) -> Tensor:
-        models, chosen = self.state["models"], self.state["chosen"]
+        models = self.state["models"]
+        chosen = self.state["chosen"]
         return (chosen.to(models) / chosen.sum()) @ models
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:

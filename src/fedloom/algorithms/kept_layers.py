@@ -106,7 +106,8 @@ class KeepsHead(PartlyShared):
         Raises:
             InvalidValue: The model has no layers below its classifier.
         """
-        name, layer = head_name(module), layer_finder(module)
+        name = head_name(module)
+        layer = layer_finder(module)
         layers = {layer(parameter) for parameter, _ in module.named_parameters()}
         head = frozenset(layer for layer in layers if layer == name or layer.startswith(f"{name}."))
         if not name or head == layers:
@@ -122,7 +123,8 @@ class KeepsHead(PartlyShared):
         Returns:
             The slices of the base, and the slices of the classifier.
         """
-        layout, head = cohort.layout, self.head_layers(cohort.module)
+        layout = cohort.layout
+        head = self.head_layers(cohort.module)
         return layout.unit(lambda tensor: tensor.layer not in head), layout.unit(
             lambda tensor: tensor.layer in head
         )

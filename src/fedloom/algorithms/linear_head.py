@@ -55,7 +55,8 @@ class LinearHead:
                 f"{method} needs class labels, but the targets of this task are not classes"
             )
         name = head_name(where.module)
-        head, shown = where.module.get_submodule(name), name or "the model"
+        head = where.module.get_submodule(name)
+        shown = name or "the model"
         if not isinstance(head, nn.Linear):
             raise InvalidValue(
                 f"{method} needs a linear classifier, but {shown} is a {type(head).__name__}"

@@ -34,7 +34,8 @@ class Moon(Algorithm):
     temperature: Positive = 0.5
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        start, sent = inbox["model"], server_model(inbox)
+        start = inbox["model"]
+        sent = server_model(inbox)
         trained_before = cohort.memory.knows("moon_model")
         options: dict[str, Any] = {}
         if self.mu and bool(trained_before.any()):
@@ -52,7 +53,8 @@ class Moon(Algorithm):
         with torch.no_grad():
             towards, _ = net.at(context["received"]).both(batch.inputs)
             away, _ = net.at(context["previous"]).both(batch.inputs)
-        near, far = _cosine(features, towards), _cosine(features, away)
+        near = _cosine(features, towards)
+        far = _cosine(features, away)
         contrast = F.softplus((far - near) / self.temperature).mean()
         return (
             net.objective.loss(logits, batch.labels)

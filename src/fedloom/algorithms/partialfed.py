@@ -9,7 +9,8 @@ from fedloom.common.fields import Count, NonNegativeInt, Positive, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 
-TINY, COLDEST = 1e-20, 0.05
+TINY = 1e-20
+COLDEST = 0.05
 
 
 @algorithms.register("partialfed")
@@ -44,13 +45,16 @@ class PartialFed(PartlyShared):
     base_facts = Facts(fits_once=False)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        layer, count = layer_of(cohort.layout).to(cohort.initial.device), cohort.layout.trainable
+        layer = layer_of(cohort.layout).to(cohort.initial.device)
+        count = cohort.layout.trainable
         passed = self.plan.passed(cohort.round.number)
         temperature = max(self.temperature * self.cooling**passed, COLDEST)
         rate = cohort.round.learning_rate
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
-            server_model, local, logits = state["global"], state["local"], state["logits"]
+            server_model = state["global"]
+            local = state["local"]
+            logits = state["logits"]
             noisy = logits + state["noise"][:, batch.step]
             chosen = _favours_global(noisy)[:, layer]
             working = torch.where(chosen, server_model, local)
@@ -68,7 +72,8 @@ class PartialFed(PartlyShared):
             return loss
 
         local = cohort.memory.get("partialfed_model", start).clone()
-        logits, noise = self._logits(cohort).clone(), gumbel(cohort)
+        logits = self._logits(cohort).clone()
+        noise = gumbel(cohort)
         state = {"global": start.clone(), "local": local, "logits": logits, "noise": noise}
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
         model = torch.where(

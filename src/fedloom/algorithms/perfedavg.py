@@ -71,7 +71,8 @@ class PerFedAvg(PartlyShared):
         weights[:, count:] = stepped[:, count:]  # statistics that both batches have updated
         if self.variant == "first_order":
             return loss, direction
-        direction, gradients = direction.clone(), []
+        direction = direction.clone()
+        gradients = []
         for distance in (self.delta, -self.delta):
             moved = weights.clone()
             moved[:, :count].add_(direction, alpha=distance)

@@ -43,9 +43,8 @@ class PFedFDA(KeepsHead):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         width = LinearHead.of(plan, "pfedfda").features
-        means = torch.rand(
-            plan.classes, width, generator=stream(plan.seed, "pfedfda"), dtype=torch.float64
-        )
+        generator = stream(plan.seed, "pfedfda")
+        means = torch.rand(plan.classes, width, generator=generator, dtype=torch.float64)
         self.state["gaussians"] = torch.cat([means, torch.eye(width)]).to(plan.initial)
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
@@ -59,19 +58,18 @@ class PFedFDA(KeepsHead):
         self.state["gaussians"] = aggregate.mean["gaussians"]
 
     def model(self) -> Tensor:
-        gaussians, classes = self.state["gaussians"].double(), self.plan.classes
+        gaussians = self.state["gaussians"].double()
+        classes = self.plan.classes
         head = classifier(gaussians, gaussians.new_full((classes,), 1 / classes))
         return LinearHead.of(self.plan, "pfedfda").put(self.state["model"], head)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        start = self.classifying(
-            cohort, self.complete(cohort, inbox["model"]), inbox["gaussians"].double()
-        )
-        model = cohort.fit(start, only=self.split(cohort)[0]).model
-        return {
-            **self.upload(cohort, model),
-            "gaussians": adapted(cohort, model, inbox, self.ridge).to(model),
-        }
+        received = self.complete(cohort, inbox["model"])
+        start = self.classifying(cohort, received, inbox["gaussians"].double())
+        base, _ = self.split(cohort)
+        model = cohort.fit(start, only=base).model
+        gaussians = adapted(cohort, model, inbox, self.ridge).to(model)
+        return {**self.upload(cohort, model), "gaussians": gaussians}
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         return self.classifying(cohort, model, adapted(cohort, model, inbox, self.ridge))
@@ -84,16 +82,16 @@ class PFedFDA(KeepsHead):
             rows: Models, `[k, P]`.
             gaussians: Class means and covariance, `[k, Y + d, d]`.
         """
-        return LinearHead.of(cohort, "pfedfda").put(
-            rows, classifier(gaussians, class_shares(cohort))
-        )
+        head = classifier(gaussians, class_shares(cohort))
+        return LinearHead.of(cohort, "pfedfda").put(rows, head)
 
 
 def class_shares(cohort: Cohort) -> Tensor:
     """Return the share of each class among each client's samples, plus 1e-4 and normalised again,
     `[k, Y]` float64.
     """
-    return F.normalize(F.normalize(cohort.label_counts.double(), p=1) + 1e-4, p=1)
+    shares = F.normalize(cohort.label_counts.double(), p=1)
+    return F.normalize(shares + 1e-4, p=1)
 
 
 def classifier(gaussians: Tensor, prior: Tensor) -> Head:
@@ -132,7 +130,9 @@ def adapted(cohort: Cohort, rows: Tensor, inbox: Message, ridge: float) -> Tenso
     )
     for features, labels, received, prior in clients:
         samples = features.double(), labels, received, ridge
-        mixtures.append(mixed(received, estimated(*samples), validated_shares(*samples, prior)))
+        local = estimated(*samples)
+        shares = validated_shares(*samples, prior)
+        mixtures.append(mixed(received, local, shares))
     return torch.stack(mixtures)
 
 
@@ -149,12 +149,14 @@ def estimated(features: Tensor, labels: Tensor, received: Tensor, ridge: float) 
     Returns:
         Class means and covariance, `[Y + d, d]`.
     """
-    means, unit = received[: -features.shape[1]], torch.eye(features.shape[1]).to(features)
+    means = received[: -features.shape[1]]
+    unit = torch.eye(features.shape[1]).to(features)
     members = F.one_hot(labels, len(means)).to(features)
     counts = members.sum(0).unsqueeze(1)
     means = torch.where(counts > 1, members.mT @ features / counts.clamp_min(1), means)
     centred = features - means[labels]
-    return torch.cat([means, centred.mT @ centred / max(len(features) - 1, 1) + ridge * unit])
+    covariance = centred.mT @ centred / max(len(features) - 1, 1)
+    return torch.cat([means, covariance + ridge * unit])
 
 
 def mixed(received: Tensor, local: Tensor, shares: Tensor) -> Tensor:
@@ -165,12 +167,10 @@ def mixed(received: Tensor, local: Tensor, shares: Tensor) -> Tensor:
         local: The client's Gaussians.
         shares: Share of the local means and of the local covariance, `[2]`.
     """
-    of_covariance = (
-        torch.arange(len(received), device=shares.device) >= len(received) - received.shape[1]
-    )
-    return torch.lerp(
-        received, local, torch.where(of_covariance, shares[1], shares[0]).unsqueeze(1)
-    )
+    classes = len(received) - received.shape[1]
+    of_covariance = torch.arange(len(received), device=shares.device) >= classes
+    share = torch.where(of_covariance, shares[1], shares[0])
+    return torch.lerp(received, local, share.unsqueeze(1))
 
 
 def validated_shares(

@@ -65,10 +65,12 @@ class PFedMe(PartlyShared):
             self.state["model"] = previous.lerp(self.state["model"], self.beta)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        share, count = self.regularisation * cohort.round.learning_rate, cohort.layout.trainable
+        share = self.regularisation * cohort.round.learning_rate
+        count = cohort.layout.trainable
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
-            local, personal = state["local"][:, :count], state["personal"][:, :count]
+            local = state["local"][:, :count]
+            personal = state["personal"][:, :count]
             for _ in range(self.inner_steps):
                 loss, gradient = cohort.gradient(state["personal"], batch)
                 gradient.add_(personal - local, alpha=self.regularisation)

@@ -53,7 +53,9 @@ class QFedAvg(ReportsLoss):
         largest = loss.max()
         powers = (loss / largest) ** self.q
         slopes = self.q * (loss / largest) ** (self.q - 1) / largest
-        size, folded, start = block_slots(self.plan.layout.row_bytes), NOTHING, 0
+        size = block_slots(self.plan.layout.row_bytes)
+        folded = NOTHING
+        start = 0
         for block in replies.blocks(size):
             own = slice(start, start + len(block))
             folded = folded.joined(self._sums(round, block, powers[own], slopes[own]))
@@ -76,7 +78,8 @@ class QFedAvg(ReportsLoss):
         return block.aggregate(weighted=False, mean={"model": block["model"]}, total=total)
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
-        trainable, model = slice(self.plan.layout.trainable), aggregate.mean["model"].clone()
+        trainable = slice(self.plan.layout.trainable)
+        model = aggregate.mean["model"].clone()
         step = aggregate.total["moved"] / aggregate.total["bound"]
         model[trainable] = self.state["model"][trainable] - step
         self.state["model"] = model

@@ -50,12 +50,12 @@ class Scaffold(Algorithm):
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         trainable = slice(self.plan.layout.trainable)
-        current, mean = self.state["model"], aggregate.mean["model"]
+        current = self.state["model"]
+        mean = aggregate.mean["model"]
         mean[trainable] = torch.lerp(current[trainable], mean[trainable], self.server_learning_rate)
         self.state["model"] = mean
-        self.state["variate"] = (
-            self.state["variate"] + aggregate.total["variate"] / self.plan.clients
-        )
+        change = aggregate.total["variate"] / self.plan.clients
+        self.state["variate"] = self.state["variate"] + change
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         server_variate = inbox["variate"]

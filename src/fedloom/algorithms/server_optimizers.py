@@ -18,7 +18,8 @@ class ServerOptimizer(FedAvg, ABC):
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         trainable = slice(self.plan.layout.trainable)
-        current, following = self.state["model"][trainable], aggregate.mean["model"]
+        current = self.state["model"][trainable]
+        following = aggregate.mean["model"]
         following[trainable] = current + self.step(following[trainable] - current)
         self.state["model"] = following
 

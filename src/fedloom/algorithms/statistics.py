@@ -131,7 +131,8 @@ def accumulated_weights(training: Training, steps: Tensor) -> Tensor:
     momentum = training.momentum
     dampening = float(training.optimizer_options.get("dampening", 0.0))
     nesterov = bool(training.optimizer_options.get("nesterov", False))
-    velocity, totals = 0.0, [0.0]
+    velocity = 0.0
+    totals = [0.0]
     for step in range(int(steps.max())):
         velocity = momentum * velocity + (1 - dampening if step and momentum else 1.0)
         moved = 1 + momentum * velocity if nesterov else velocity

@@ -110,7 +110,8 @@ def _describe(name: str, kinds: list[str]) -> None:
 
 
 def _print_entry(name: str, entry: dict[str, object]) -> None:
-    parameters, arguments = entry["parameters"], entry["arguments"]
+    parameters = entry["parameters"]
+    arguments = entry["arguments"]
     assert isinstance(parameters, list)
     assert isinstance(arguments, dict)
     print(f"{name}({', '.join(parameters)})\n\n{entry['text']}")
@@ -122,7 +123,8 @@ def _print_entry(name: str, entry: dict[str, object]) -> None:
 
 
 def _print_kinds() -> None:
-    width, listed = max(map(len, KINDS)), catalog()
+    width = max(map(len, KINDS))
+    listed = catalog()
     for kind, about in KINDS.items():
         count = len(listed[kind])
         print(f"  {kind:{width}}  {count:3d}  {about.purpose}")

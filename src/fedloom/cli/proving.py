@@ -104,7 +104,8 @@ def _run_again(replayed: Replay, quiet: bool) -> None:
     from fedloom.reviews.evidence.answers import ANSWERS
     from fedloom.study.jobs import Tasks, attempt
 
-    tasks, rounds = Tasks(), {job.name: job.configuration.rounds for job in replayed.jobs}
+    tasks = Tasks()
+    rounds = {job.name: job.configuration.rounds for job in replayed.jobs}
     with shown(len(replayed.jobs), rounds, quiet) as (watch, stopped):
         for number, job in enumerate(replayed.jobs):
             if differing := replayed.differing(number, tasks.of(job.configuration, job.name.seed)):

@@ -146,7 +146,8 @@ def _print_estimate(plan: ReproducePlan) -> None:
         return
     finished = len(plan.jobs) - len(waiting)
     skipped = f" ({finished} finished before)" if finished else ""
-    seconds, steps = sum(run.seconds for run in waiting) / busy, sum(run.steps for run in waiting)
+    seconds = sum(run.seconds for run in waiting) / busy
+    steps = sum(run.steps for run in waiting)
     console.print(
         f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(len(plan.jobs))}{skipped}, "
         f"{steps:,} local steps: "

@@ -82,7 +82,8 @@ def compare(
     from fedloom.study.cores import threads_each
 
     comparison = Comparison.of(load(file, overrides or []), this_command()).side_by_side
-    configuration, runs = comparison.configuration, len(comparison.names)
+    configuration = comparison.configuration
+    runs = len(comparison.names)
     with shown(runs, comparison.rounds, quiet) as (watch, stopped):
         if (workers := configuration.runs_at_a_time) > 1:
             threads = threads_each(configuration, runs)

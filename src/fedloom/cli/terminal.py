@@ -15,7 +15,8 @@ from fedloom.survey import column_statistics
 if TYPE_CHECKING:
     import pandas
 
-_SHORTEST, _LONGEST = 8, 24
+_SHORTEST = 8
+_LONGEST = 24
 """Terminal columns for a method's name: at least, and at most beside its accuracies."""
 
 
@@ -61,7 +62,8 @@ def _fitting(table: "pandas.DataFrame", room: int, caption: str = "") -> list[Ta
 
     The last table has the caption.
     """
-    sizes, blocks = _sizes(table), [[0]]
+    sizes = _sizes(table)
+    blocks = [[0]]
     for k, size in enumerate(sizes[1:], start=1):
         if len(blocks[-1]) > 1 and sum(sizes[j] for j in blocks[-1][1:]) + size > room:
             blocks.append([0])

@@ -14,7 +14,9 @@ from torch import Tensor
 from fedloom.common.errors import InvalidValue, quoted, suggestion
 
 # mallopt's parameters, from malloc.h
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_THRESHOLD = -3
 _LARGEST = 2**31 - 1
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64 bits
 

@@ -256,7 +256,8 @@ def code_location(definition: Any) -> str:
     ):
         definition = next(filter(inspect.isfunction, vars(definition).values()), definition)
     try:
-        file, line = inspect.getsourcefile(definition) or "", inspect.getsourcelines(definition)[1]
+        file = inspect.getsourcefile(definition) or ""
+        line = inspect.getsourcelines(definition)[1]
     except (OSError, TypeError):  # typed at a prompt, or built in
         return ""
     return f"{shown_path(file)}:{line}" if is_user_code(file) else ""

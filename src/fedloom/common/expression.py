@@ -94,7 +94,9 @@ def parse(text: str) -> Call:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self.text, self.next, self.depth = text, 0, 0
+        self.text = text
+        self.next = 0
+        self.depth = 0
         matches = ((match, match.lastgroup or "") for match in _TOKEN.finditer(text))
         self.tokens = [(kind, match[kind], match.start(kind)) for match, kind in matches]
         self.tokens.append(("end", "", len(text)))  # `_call` looks two tokens ahead

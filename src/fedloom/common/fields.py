@@ -258,7 +258,8 @@ def _bounds(hint: Any) -> dict[str, float]:
 
 
 def _range(bounds: Mapping[str, float]) -> str:
-    low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
+    low = bounds.get("gt", bounds.get("ge"))
+    high = bounds.get("lt", bounds.get("le"))
     below = "" if high is None else f"less than {high:g}" if "lt" in bounds else f"at most {high:g}"
     above = (
         "" if low is None else f"greater than {low:g}" if "gt" in bounds else f"at least {low:g}"

@@ -70,7 +70,8 @@ def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Cal
 def refused_code() -> Iterator[None]:
     """Refuse to import the user's modules in this block: naming one raises `InvalidValue`."""
     global _refuses
-    previous, _refuses = _refuses, True
+    previous = _refuses
+    _refuses = True
     try:
         yield
     finally:

@@ -329,10 +329,8 @@ class Training(Described):
 
     def round_at(self, round: Round, number: int) -> Round:
         """Return round `number` of the same run, before its selection."""
-        rate, previous = (
-            self.rate(number, round.rounds),
-            self.rate(max(1, number - 1), round.rounds),
-        )
+        rate = self.rate(number, round.rounds)
+        previous = self.rate(max(1, number - 1), round.rounds)
         # a rate that has decayed to 0 stays 0
 
         change = rate / previous if previous else 1.0

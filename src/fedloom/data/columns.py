@@ -197,7 +197,8 @@ class TableInputs:
         """Return the encoding with mean and deviation of its numbers, of the moments of encoded
         rows.
         """
-        start, columns = 0, []
+        start = 0
+        columns = []
         for column in self.columns:
             end = start + column.features
             if column.categories is None:

@@ -125,7 +125,8 @@ class Samples(Described):
         """Return these samples followed by `samples`; groups stay only if both have them."""
         a, b = same_names(self, samples)
         groups = None if a.groups is None or b.groups is None else torch.cat([a.groups, b.groups])
-        inputs, labels = torch.cat([a.inputs, b.inputs]), torch.cat([a.labels, b.labels])
+        inputs = torch.cat([a.inputs, b.inputs])
+        labels = torch.cat([a.labels, b.labels])
         return Samples(
             inputs, labels, groups, a.label_names, None if groups is None else a.group_names
         )
@@ -206,7 +207,8 @@ def same_names(*splits: Samples) -> tuple[Samples, ...]:
 
 
 def _renumbered(samples: Samples, kind: str, names: Names) -> Samples:
-    numbers, texts = getattr(samples, f"{kind}s"), getattr(samples, f"{kind}_names")
+    numbers = getattr(samples, f"{kind}s")
+    texts = getattr(samples, f"{kind}_names")
     if numbers is None or texts == names:
         return samples
     position = {name: index for index, name in enumerate(names)}
@@ -301,7 +303,8 @@ class Dataset(Described):
 
     def _number_labels(self) -> None:
         """Fill in `classes` and `class_names`, and let labels be 0 .. classes - 1."""
-        splits, names = [self.train, self.test], self.class_names
+        splits = [self.train, self.test]
+        names = self.class_names
         vars(self).update(label_type=self.label_type or self._label_type())
         if self.train.label_names is not None:
             names = names or self.train.label_names
@@ -312,7 +315,8 @@ class Dataset(Described):
         classes = self.classes or (0 if self.train.label_names is None else len(names or ()))
         if labels:
             present = torch.cat(labels).unique()
-            lowest, highest = int(present[0]), int(present[-1])
+            lowest = int(present[0])
+            highest = int(present[-1])
             if lowest == _IGNORED and not (present[1:] < 0).any():
                 remedy = "leave these samples out, or take objective='segmentation' or 'next_token'"
                 raise InvalidValue(
@@ -327,7 +331,8 @@ class Dataset(Described):
             if not classes and (lowest or highest + 1 > _SPARSE * len(present)):
                 ranks = [torch.searchsorted(present, samples.labels) for samples in splits]
                 splits = [replace(s, labels=rank) for s, rank in zip(splits, ranks, strict=True)]
-                names, highest = names or tuple(map(str, present.tolist())), len(present) - 1
+                names = names or tuple(map(str, present.tolist()))
+                highest = len(present) - 1
             classes = classes or highest + 1
         vars(self).update(train=splits[0], test=splits[1], classes=classes, class_names=names)
 
@@ -357,7 +362,9 @@ class Dataset(Described):
         """The way from a person's data to a model's inputs and from its outputs to answers; of a
         task, with all figures.
         """
-        encoding, inputs, objective = self.encoding, self.train.inputs, self.objective
+        encoding = self.encoding
+        inputs = self.train.inputs
+        objective = self.objective
         shape = tuple(inputs.shape[1:])
         if encoding is None and inputs.dtype == torch.uint8:
             encoding = PictureInputs(shape, self.mean or (), self.std or ())

@@ -229,7 +229,8 @@ class Preprocessing:
             DataError: Columns, cells or pictures do not fit.
             InvalidValue: An array has another shape.
         """
-        encoding, table = self.inputs, as_arrow(data)
+        encoding = self.inputs
+        table = as_arrow(data)
         if isinstance(encoding, TableInputs):
             with naming(source):
                 inputs, notices = self._of_table(encoding, table, data)
@@ -260,7 +261,8 @@ class Preprocessing:
     def _tensor(self, data: Any, source: str) -> Tensor:
         with reading(source, "no inputs"):
             inputs = as_inputs(data)
-        shape, dtype = self.shape, self.dtype
+        shape = self.shape
+        dtype = self.dtype
         if tuple(inputs.shape[1:]) != shape and tuple(inputs.shape) == shape:
             inputs = inputs.unsqueeze(0)  # one sample
         if dtype.is_floating_point and not inputs.is_floating_point():
@@ -288,7 +290,8 @@ class Preprocessing:
         """Return a line for everything that is not alike in both; of a table, each column is
         named.
         """
-        ours, theirs = self._entries(), other._entries()
+        ours = self._entries()
+        theirs = other._entries()
         lines = []
         for name in {**ours, **theirs}:
             if name not in ours or name not in theirs:

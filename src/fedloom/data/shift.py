@@ -116,7 +116,8 @@ class Rotation(InputShift):
         if angle % 90 == 0 and (inputs.shape[2] == inputs.shape[3] or angle % 180 == 0):
             return inputs.rot90(int(angle // 90), (2, 3))
         height, width = inputs.shape[2:]
-        cosine, sine = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
+        cosine = np.cos(np.deg2rad(angle))
+        sine = np.sin(np.deg2rad(angle))
         # The origin of each pixel, in units of half the width and half the height.
         turn = torch.tensor(
             [[cosine, -sine * height / width, 0], [sine * width / height, cosine, 0]],

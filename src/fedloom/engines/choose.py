@@ -157,7 +157,8 @@ def by_rule(
             the least recently used clients is moved to files.
     """
     chosen, proof = (begun, None) if begun else choice(task, schedule, in_process, algorithm)
-    stacks, spreads = "stacked" in chosen.name, chosen.name.startswith("processes")
+    stacks = "stacked" in chosen.name
+    spreads = chosen.name.startswith("processes")
     if spreads and has_cores(task) and not in_process:
         _, options = read_engine(
             chosen.name, workers=most_workers(task, schedule), memory_budget=memory_budget

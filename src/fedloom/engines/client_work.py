@@ -189,7 +189,8 @@ class ClientTrainer:
     def _answers(
         self, engine: RowsEngine, assignment: Assignment, work: Work
     ) -> WorkDone | Exception:
-        pipeline, round = assignment.pipeline, assignment.round
+        pipeline = assignment.pipeline
+        round = assignment.round
         engine.reset_notices()
         engine.store.begin(None)
         for client in work.clients:
@@ -229,7 +230,8 @@ def _folded(
 ) -> FoldedBlock:
     """Fold the replies of a block in the same way as the server."""
     assignment.pipeline.restore(assignment.state)
-    weigh, fold = partial(weights_of, task), partial(assignment.pipeline.fold, assignment.round)
+    weigh = partial(weights_of, task)
+    fold = partial(assignment.pipeline.fold, assignment.round)
     size = assignment.size
     replies = RoundReplies(jobs, assignment.slots, size, weigh, fold, exchange=assignment.exchange)
     replies.collect(trained)

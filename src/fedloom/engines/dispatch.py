@@ -89,10 +89,12 @@ class WorkerHandle(ABC):
             work: Packed `Work`.
             group: The jobs of the work.
         """
-        self.group, self.busy = group, True
+        self.group = group
+        self.busy = True
         new_setup = self._setup is not setup
         new_assignment = new_setup or self._assignment is not assignment
-        self._setup, self._assignment = setup, assignment
+        self._setup = setup
+        self._assignment = assignment
         self.send(setup if new_setup else None, assignment if new_assignment else None, work)
 
     def collect(self) -> WorkDone | Exception:
@@ -101,7 +103,9 @@ class WorkerHandle(ABC):
         The first answer of a worker has no results. It reports that the worker has started.
         """
         answers = self.receive()
-        self.group, self.busy, self.ready = None, False, True
+        self.group = None
+        self.busy = False
+        self.ready = True
         if isinstance(answers, Exception):
             self._setup = None  # the worker may have failed to load it: send it again
         return answers
@@ -300,7 +304,8 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         expected = pipeline.expected(round)
         slots = [job.slot + 1 for job in jobs if job.slot is not None]
         size = pipeline.block_size
-        gathered, pools = max([len(round.selected), *slots]), pipeline.plan.pools
+        gathered = max([len(round.selected), *slots])
+        pools = pipeline.plan.pools
         in_memory = {
             name: spec
             for name, spec in expected.items()
@@ -496,7 +501,8 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             raise InvalidValue(
                 f"engine {self.name!r} needs a task on the CPU, got one on {task.initial.device}"
             )
-        self.notices, self._initial_notices = [], None
+        self.notices = []
+        self._initial_notices = None
         setup = self._setup_for(task)
         self.task = task
         self._setup = self._publish(self._packed(setup))
@@ -525,7 +531,8 @@ def grouped(jobs: Sequence[Job], sizes: Tensor, count: int, most: int) -> list[l
     """
     groups: list[list[Job]] = []
     current: list[Job] = []
-    filled, remaining = 0, int(sizes.sum())
+    filled = 0
+    remaining = int(sizes.sum())
     for index in sizes.argsort(descending=True, stable=True).tolist():
         size = int(sizes[index])
         missing = max(1, min(count, len(jobs)) - len(groups))
@@ -533,7 +540,9 @@ def grouped(jobs: Sequence[Job], sizes: Tensor, count: int, most: int) -> list[l
             current and missing > 1 and filled + size / 2 > remaining / missing
         ):
             groups.append(current)
-            remaining, current, filled = remaining - filled, [], 0
+            remaining = remaining - filled
+            current = []
+            filled = 0
         current.append(jobs[index])
         filled += size
     return [*groups, current] if current else groups

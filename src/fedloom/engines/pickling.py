@@ -48,7 +48,8 @@ def dump(message: Any, common: Mapping[int, int] | None = None) -> Packed:
     Returns:
         The bytes, and the memory of each tensor and array once.
     """
-    file, memory = io.BytesIO(), list[Any]()
+    file = io.BytesIO()
+    memory = list[Any]()
     _Pickler(file, common or {}, memory).dump(message)
     return file.getvalue(), memory
 
@@ -122,7 +123,8 @@ class _Unpickler(pickle.Unpickler):
         self, data: bytes, memory: Sequence[Any], common: Sequence[Tensor], task: Task | None
     ) -> None:
         super().__init__(io.BytesIO(data), buffers=memory)
-        self._common, self._task = common, task
+        self._common = common
+        self._task = task
 
     def persistent_load(self, name: Any) -> Any:
         kind, *values = name

@@ -35,13 +35,15 @@ from fedloom.local.cohort import Cohort, Correction
 from fedloom.models.structure import copied
 from fedloom.state.store import ClientStore, Memory
 
-SAMPLES, BATCH = (8, 5), 3
+SAMPLES = (8, 5)
+BATCH = 3
 """Sample counts of the two clients of the comparison, and their batch size.
 
 The batches have 3, 3, 2 and 3, 2 samples: the clients have short batches at different steps.
 """
 
-RATE, CLIP = 0.05, 0.1
+RATE = 0.05
+CLIP = 0.1
 """Learning rate and largest clipping norm of the comparison.
 
 The rate moves weights visibly, and the norm is small enough that clipping has an effect.
@@ -205,8 +207,10 @@ class _Comparison:
         training: Training,
         kind: torch.dtype | None = None,
     ) -> None:
-        self.module, self.layout = module, Layout(module)
-        self.kind, self.objective = kind, dataset.objective
+        self.module = module
+        self.layout = Layout(module)
+        self.kind = kind
+        self.objective = dataset.objective
         index = torch.arange(sum(SAMPLES), device=samples.labels.device) % len(samples)
         inputs = dataset.prepare(samples.inputs[index])
         inputs = inputs.to(self.layout.dtype) if inputs.is_floating_point() else inputs
@@ -282,7 +286,8 @@ class _Comparison:
             with no_loop_in_vmap():
                 trained = self._cohort([0, 1], module).fit(self.start, correction=correction)
                 return [*trained, module.integers()]
-        flat, results = FlatModule(*settings), []
+        flat = FlatModule(*settings)
+        results = []
         for k in range(2):
             flat.load_integers(self.integers[k : k + 1])
             with self._stream(k):
@@ -375,7 +380,8 @@ def _optimizer(settings: Training, parameters: list[Tensor]) -> Callable[[float]
                 group["lr"] = group_rate if rate == RATE else group_rate * rate / RATE
             optimizer.step()
             return
-        gradients, decay = [p.grad for p in parameters if p.grad is not None], settings.weight_decay
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        decay = settings.weight_decay
         # The class `torch.optim.SGD` would import PyTorch's compiler.
         with torch.no_grad():
             sgd(

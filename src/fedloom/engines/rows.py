@@ -197,7 +197,8 @@ class RowsEngine(LocalEngine):
     def _layer_stream(self, round: Round, jobs: Sequence[Job]) -> AbstractContextManager[None]:
         """Seed torch's global generator with the client's stream, for layers such as dropout."""
         # Dropout in stacks has a stream per client. Other layers use the stream of the first one.
-        client, device = jobs[0].client, self.task.initial.device
+        client = jobs[0].client
+        device = self.task.initial.device
         return global_stream(round.seed, "layers", round=round.number, client=client, device=device)
 
     def cohort(self, round: Round, jobs: Sequence[Job]) -> Cohort:
@@ -235,5 +236,6 @@ def joined_inbox(jobs: Sequence[Job]) -> Message:
 
 def full_batch(task: Task) -> int:
     """Return the number of samples in a full batch of the largest client."""
-    largest, size = int(task.partition.sizes.max()), task.training.batch_size
+    largest = int(task.partition.sizes.max())
+    size = task.training.batch_size
     return largest if size is None else min(size, largest)

@@ -17,14 +17,16 @@ from fedloom.task import Task
 START_SECONDS = 6.0
 """Estimated time to start worker processes."""
 
-STEP_SECONDS, MULTIPLY_ADDS = 1e-3, 2e10
+STEP_SECONDS = 1e-3
+MULTIPLY_ADDS = 2e10
 """Cost of a step outside stacks on one core: constant seconds, and multiply-adds per second.
 
 For convolutions from digits_cnn (0.1 million multiply-adds per sample) to ResNet-20 (34 million),
 the estimate was correct within a factor of 2.5.
 """
 
-STACK_STEP_SECONDS, STACK_MULTIPLY_ADDS = 3e-5, 4.5e10
+STACK_STEP_SECONDS = 3e-5
+STACK_MULTIPLY_ADDS = 4.5e10
 """The same cost for a client's step in a stack of linear layers."""
 
 SPLIT_SECONDS = 0.04

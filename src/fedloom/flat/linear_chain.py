@@ -115,7 +115,8 @@ def backward(
     loss = -(log_probabilities.gather(2, labels) * share).sum((1, 2))
     delta = log_probabilities.exp_().scatter_add_(2, labels, -bias_input).mul_(share)
     for index in reversed(range(len(layers))):
-        layer, inputs = layers[index], values[index]
+        layer = layers[index]
+        inputs = values[index]
         if layer.rectified:
             delta = torch.ops.aten.threshold_backward(delta, values[index + 1], 0)
         below = torch.bmm(delta, matrix(rows, layer.weight)) if index else delta
@@ -165,8 +166,10 @@ class FoldedSGD:
     """
 
     def __init__(self, layers: Sequence[LinearLayer], settings: Training, rate: float) -> None:
-        self.layers, self.rate = layers, rate
-        self.momentum, self.decay = settings.momentum, settings.weight_decay
+        self.layers = layers
+        self.rate = rate
+        self.momentum = settings.momentum
+        self.decay = settings.weight_decay
 
     @staticmethod
     def covers(settings: Training) -> bool:

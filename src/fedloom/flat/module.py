@@ -199,8 +199,10 @@ class FlatModule:
         autocast: torch.dtype | None = None,
         objective: Objective = CLASSIFICATION,
     ) -> None:
-        self.layout, self.shortcuts = layout, shortcuts
-        self.autocast, self.objective = autocast, objective
+        self.layout = layout
+        self.shortcuts = shortcuts
+        self.autocast = autocast
+        self.objective = objective
         self.original = module
         self.module = layout.shell(module).train()
         self.frozen = layout.shell(module).eval().requires_grad_(False)

@@ -71,9 +71,11 @@ def _cycles(source: list[int]) -> list[list[int]]:
 
     Cycles of length 1 are omitted.
     """
-    cycles, visited = [], [False] * len(source)
+    cycles = []
+    visited = [False] * len(source)
     for start in range(len(source)):
-        cycle, k = [], start
+        cycle = []
+        k = start
         while not visited[k]:
             visited[k] = True
             cycle.append(k)

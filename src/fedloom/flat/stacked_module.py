@@ -102,7 +102,8 @@ class StackedModule(FlatModule):
         # unless its statistics are contiguous, and slices of rows are not.
         buffers = self.layout.slices[len(self._slices) :]
         statistics = {entry.name: piece(rows, entry).detach().contiguous() for entry in buffers}
-        clients, counters = self._on_device(batch.clients), self.layout.integer_slices
+        clients = self._on_device(batch.clients)
+        counters = self.layout.integer_slices
         counts = self._counts[clients]
         integers = {entry.name: piece(counts, entry).to(entry.dtype) for entry in counters}
 

@@ -72,7 +72,8 @@ class ClientLoader:
     """
 
     def __init__(self, samples: Samples, dataset: Dataset) -> None:
-        self.samples, self.dataset = samples, dataset
+        self.samples = samples
+        self.dataset = dataset
         self.values = max(1, samples.inputs.shape[1:].numel())
         self._prepared: Tensor | None = None
 
@@ -194,7 +195,8 @@ def lock_steps(
         for members in shorter or list(groups.values()):
             steps = min(equal[k] for k in (waiting if in_step else members))
             sources = [(plans[k], plans[k].starts[done[k]]) for k in members]
-            clients, size = _rows(members, len(plans)), plans[members[0]].sizes[done[members[0]]]
+            clients = _rows(members, len(plans))
+            size = plans[members[0]].sizes[done[members[0]]]
             batches = _batches(sources, clients, size, min(done[k] for k in members), steps)
             orders = [plan.index[start:] for plan, start in sources]
             yield LockStep(clients, members, batches, orders)
@@ -205,7 +207,8 @@ def lock_steps(
 def _pad_all(plans: Sequence[_ClientPlan]) -> None:
     """Pad all batches to the size of the largest, unless this more than doubles the samples."""
     largest = max((size for plan in plans for size in plan.sizes), default=0)
-    steps, real = sum(len(plan.sizes) for plan in plans), sum(len(plan.index) for plan in plans)
+    steps = sum(len(plan.sizes) for plan in plans)
+    real = sum(len(plan.index) for plan in plans)
     if real < steps * largest <= 2 * real and all(plan.drawn is None for plan in plans):
         for plan in plans:
             plan.pad(largest)
@@ -237,7 +240,8 @@ def _batches(
         # A list of sizes, because `split(0)` returns one part for any number of empty batches.
         sizes = [size] * min(at_once, steps - done)
         count = sum(sizes)
-        empty, targets = loader.empty_inputs, loader.samples.labels
+        empty = loader.empty_inputs
+        targets = loader.samples.labels
         inputs = empty.new_empty(len(sources), count, *empty.shape[1:])
         labels = targets.new_empty(len(sources), count, *targets.shape[1:])
         shares = [

@@ -25,7 +25,8 @@ class Observed(Net):
     def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         features, outputs = self.net.both(inputs)
         if self.features is None:
-            self.features, self.outputs = features, prediction(outputs)
+            self.features = features
+            self.outputs = prediction(outputs)
         return features, outputs
 
     def head(self, features: Tensor) -> Tensor:
@@ -48,7 +49,8 @@ class ChangedLoss:
     def __init__(
         self, flat_module: FlatModule, change: LossChange, context: Mapping[str, Tensor]
     ) -> None:
-        self.flat_module, self.change = flat_module, change
+        self.flat_module = flat_module
+        self.change = change
         self.depth: int = 1 + getattr(flat_module, "depth", 0)
         self.context = {f"{'@' * self.depth}{name}": rows for name, rows in context.items()}
 

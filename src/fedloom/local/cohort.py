@@ -34,7 +34,8 @@ Step = Callable[[dict[str, Tensor], Batch], Tensor]
 GroupLosses = list[tuple[LockStep, list[Tensor]]]
 """Groups of clients in lock step, with the losses `[g]` of their steps."""
 
-FEATURES_AT_ONCE, EVALUATED_AT_ONCE = 256, 500
+FEATURES_AT_ONCE = 256
+EVALUATED_AT_ONCE = 500
 """Number of samples in a forward pass for features, and in one for losses."""
 
 
@@ -491,7 +492,8 @@ class Cohort:
         Args:
             rows: One model per client, `[k, P]`.
         """
-        objective, losses = self._dataset.objective, []
+        objective = self._dataset.objective
+        losses = []
         for row, samples, batches in zip(
             rows, self._samples, self.in_order(EVALUATED_AT_ONCE), strict=True
         ):

@@ -39,7 +39,9 @@ class StepRates:
     def __init__(self, base: float | Tensor, schedule: str, totals: Tensor) -> None:
         count = len(totals)
         self.base = base.tolist() if isinstance(base, Tensor) else [base] * count
-        self.schedule, self.totals, self.steps = schedule, totals.tolist(), [0] * count
+        self.schedule = schedule
+        self.totals = totals.tolist()
+        self.steps = [0] * count
         self.constant = schedule == CONSTANT and len(set(self.base)) == 1
 
     def equal(self, members: Sequence[int]) -> bool:
@@ -91,8 +93,12 @@ class LocalOptimizer:
         gradient_fn: GradientFn | None,
         correction: Correction | None,
     ) -> None:
-        self.flat_module, self.settings, self.rates = flat_module, settings, rates
-        self.loss_fn, self.gradient_fn, self.correction = loss_fn, gradient_fn, correction
+        self.flat_module = flat_module
+        self.settings = settings
+        self.rates = rates
+        self.loss_fn = loss_fn
+        self.gradient_fn = gradient_fn
+        self.correction = correction
         trainable = flat_module.layout.trainable
         slices = [slice(0, trainable)] if only is None else only
         self.columns = tuple(
@@ -123,12 +129,14 @@ class LocalOptimizer:
         Returns:
             The losses of each step, `[g]`.
         """
-        rows, velocity = state["weights"], state.get("velocity")
+        rows = state["weights"]
+        velocity = state.get("velocity")
         step: Callable[[Batch], Tensor]
         if self.folded is not None:
             step = partial(self.folded, rows, velocity)
         else:
-            moved, members = self._moved(rows), group.members
+            moved = self._moved(rows)
+            members = group.members
             if self.optimizers is not None:
                 update: Update = self.optimizers.of(members, moved, self.rates.equal(members))
             else:
@@ -200,8 +208,10 @@ class SGD:
     """
 
     def __init__(self, settings: Training, weights: list[Tensor], velocity: list[Tensor]) -> None:
-        self.weights, self.velocity = weights, velocity
-        self.momentum, self.weight_decay = settings.momentum, settings.weight_decay
+        self.weights = weights
+        self.velocity = velocity
+        self.momentum = settings.momentum
+        self.weight_decay = settings.weight_decay
         self.nesterov = bool(settings.optimizer_options.get("nesterov", False))
         self.dampening = float(settings.optimizer_options.get("dampening", 0.0))
 
@@ -299,7 +309,8 @@ class _Optimizer:
     """An optimizer of torch for the tensors of k clients, `[k, ...]`, or of one client, `[...]`."""
 
     def __init__(self, settings: Training, rate: float, tensors: Sequence[Tensor]) -> None:
-        self.settings, self.rate = settings, rate
+        self.settings = settings
+        self.rate = rate
         self.tensors = [torch.nn.Parameter(tensor) for tensor in tensors]
         # Above 0: the rates of parameter groups are scaled relative to it.
         self.current = self.first = rate or settings.learning_rate

@@ -153,7 +153,8 @@ def _transformers(model: str) -> Iterator[Any]:
     """Yield the library, with its warnings and progress bars turned off."""
     transformers = import_extra("transformers", "language", f"model {model}")
     log = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    verbosity = log.get_verbosity()
+    bars = log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:

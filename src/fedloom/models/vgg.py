@@ -35,12 +35,12 @@ class Vgg16(nn.Module):
 
     def __init__(self, channels: int, pixels: int, classes: int, dropout: float) -> None:
         super().__init__()
-        self.stages = tuple(f"stage{k}" for k in range(1, 6))
-        for name, width, depth in zip(
-            self.stages, (64, 128, 256, 512, 512), (2, 2, 3, 3, 3), strict=True
-        ):
-            self.add_module(name, stage(channels, width, depth))
-            channels = width
+        self.stages = ("stage1", "stage2", "stage3", "stage4", "stage5")
+        self.stage1 = stage(channels, 64, depth=2)
+        self.stage2 = stage(64, 128, depth=2)
+        self.stage3 = stage(128, 256, depth=3)
+        self.stage4 = stage(256, 512, depth=3)
+        self.stage5 = stage(512, 512, depth=3)
         self.blocks = tuple((name,) for name in (*self.stages, "fc1", "fc2", "head"))
         self.fc1 = nn.Linear(512 * pixels, 4096)
         self.dropout1 = nn.Dropout(dropout)
@@ -51,8 +51,10 @@ class Vgg16(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for name in self.stages:
             x = F.max_pool2d(getattr(self, name)(x), 2)
-        x = self.dropout1(F.relu(self.fc1(x.flatten(1))))
-        x = self.dropout2(F.relu(self.fc2(x)))
+        x = F.relu(self.fc1(x.flatten(1)))
+        x = self.dropout1(x)
+        x = F.relu(self.fc2(x))
+        x = self.dropout2(x)
         logits: Tensor = self.head(x)
         return logits
 
@@ -73,10 +75,14 @@ class FemnistVgg(nn.Module):
         self.head = nn.Linear(256, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        x = F.relu(self.conv3(F.max_pool2d(x, 2, stride=1)))
-        x = F.relu(self.conv4(F.max_pool2d(x, 2, stride=1)))
-        x = F.max_pool2d(F.relu(self.conv5(x)), 2)
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = F.max_pool2d(x, 2, stride=1)
+        x = F.relu(self.conv3(x))
+        x = F.max_pool2d(x, 2, stride=1)
+        x = F.relu(self.conv4(x))
+        x = F.relu(self.conv5(x))
+        x = F.max_pool2d(x, 2)
         x = F.adaptive_avg_pool2d(x, (7, 7)).flatten(1)
         logits: Tensor = self.head(self.fc(x))
         return logits

@@ -31,7 +31,8 @@ class Multilabel(Objective):
         return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype))
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        logits, occurring = prediction(outputs), targets > 0.5
+        logits = prediction(outputs)
+        occurring = targets > 0.5
         predicted = logits > 0
         loss = F.binary_cross_entropy_with_logits(
             logits, targets.to(logits.dtype), reduction="none"
@@ -52,7 +53,8 @@ class Multilabel(Objective):
         }
 
     def figures(self, totals: Totals) -> dict[str, Tensor]:
-        hits, decisions = totals["right"], totals["predicted"] + totals["occurring"]
+        hits = totals["right"]
+        decisions = totals["predicted"] + totals["occurring"]
         counts = decisions > 0
         f1 = torch.where(counts, 2 * hits / decisions.clamp_min(1), 0)
         return {

@@ -105,7 +105,8 @@ class Regression(Objective):
 
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         samples = totals["samples"].unsqueeze(1)
-        squared, variance = totals["squared"] / samples, totals["deviation"] / samples
+        squared = totals["squared"] / samples
+        variance = totals["deviation"] / samples
         varies = variance > (_ROUNDING * totals["target"] / samples).square()
         return {
             "rmse": squared.mean(1).sqrt(),

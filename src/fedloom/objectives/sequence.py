@@ -41,11 +41,9 @@ class PositionObjective(Objective):
         return total / (targets != self.ignored).sum().clamp_min(1)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        logits, counts, axes = (
-            self.logits(outputs),
-            targets != self.ignored,
-            tuple(range(1, targets.dim())),
-        )
+        logits = self.logits(outputs)
+        counts = targets != self.ignored
+        axes = tuple(range(1, targets.dim()))
         loss = F.cross_entropy(logits, targets, ignore_index=self.ignored, reduction="none")
         return {
             "loss": loss.double().sum(axes),
@@ -126,7 +124,8 @@ class Segmentation(PositionObjective):
         return self.ignore
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        logits, counts = self.logits(outputs), targets != self.ignore
+        logits = self.logits(outputs)
+        counts = targets != self.ignore
         predicted = logits.argmax(1)
         masks = [
             ((predicted == c) & counts, (targets == c) & counts) for c in range(logits.shape[1])

@@ -62,9 +62,11 @@ def noise_for(target: float, share: float, releases: int, delta: float) -> float
     Raises:
         InvalidValue: Noise of 1e6 is not enough.
     """
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while epsilon(high, share, releases, delta) > target:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
         if high > 1e6:
             raise InvalidValue(
                 f"target_epsilon={target:g} cannot be reached with {releases} releases at "

@@ -81,7 +81,8 @@ class Ala(Part):
         top = self.top(cohort, inner)
         blend = self.blend(cohort, inbox["model"], top, inner)
         reply = inner.train(cohort, started_from(blend.start, inbox))
-        memory, uploads = cohort.memory, cohort.uploads
+        memory = cohort.memory
+        uploads = cohort.uploads
         # Clients without an earlier model had nothing to blend or to learn.
         trained_before = memory.knows(_name("model", top))
         memory.write(
@@ -107,7 +108,8 @@ class Ala(Part):
         Raises:
             InvalidValue: Fewer than `p` blocks travel.
         """
-        layout, travels = cohort.layout, inner.algorithm.shared(cohort.module, cohort.layout)
+        layout = cohort.layout
+        travels = inner.algorithm.shared(cohort.module, cohort.layout)
         parameters = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
         inside = {
             t.name
@@ -176,7 +178,8 @@ class Ala(Part):
         is True for clients that learn for the first time.
         """
         loss_fn: LossFn = data_loss
-        learners, head = cohort.subset(self._choose, "ala"), head_name(cohort.module)
+        learners = cohort.subset(self._choose, "ala")
+        head = head_name(cohort.module)
         if top == cohort.layout.unit(
             lambda tensor: f"{tensor.layer}.".startswith(f"{head}.".lstrip("."))
         ):

@@ -108,9 +108,11 @@ class Arrivals(Part):
         """Return the slots of the first k replies in ascending order, empty them, and advance the
         clock to the last of these replies.
         """
-        client, until = self.state["client"], self.state["until"]
+        client = self.state["client"]
+        until = self.state["until"]
         busy = ((client >= 0) & until.isfinite()).nonzero()[:, 0]
-        finish, clients = until[busy].tolist(), client[busy].tolist()
+        finish = until[busy].tolist()
+        clients = client[busy].tolist()
         taken, end = round.on_time(finish, clients, self.k, float(self.state["now"]))
         slots = busy[taken]
         self.state["now"] = torch.tensor([end], dtype=torch.float64)

@@ -88,7 +88,8 @@ class Clustered(Part):
             self._clusters = clusters_by_size(self.sizes, plan.participants)
 
     def select(self, round: Round, inner: Inner) -> Selection:
-        generator, clusters = round.stream("select"), self.clusters(round)
+        generator = round.stream("select")
+        clusters = self.clusters(round)
         if self._sends_each or inner.algorithm.facts.one_model_each:
             return Selection(_draw_distinct(clusters, round.clients, generator))
         drawn = [_draw(cluster, generator) for cluster in clusters]
@@ -120,7 +121,8 @@ class Clustered(Part):
         """Return the N x N distances after new displacements of `clients`. Clients without a
         displacement count as 0.
         """
-        result, displacements = self.state["distance"].clone(), self._displacements(clients)
+        result = self.state["distance"].clone()
+        displacements = self._displacements(clients)
         origin = torch.zeros_like(displacements[:1])
         rows = displacement_distances(displacements, origin, self.distance).repeat(
             1, self.plan.clients
@@ -226,7 +228,8 @@ def clusters_of_groups(
         sizes: Number of samples of each client.
         count: Number of clusters.
     """
-    capacity, mass = sum(sizes), {client: size * count for client, size in enumerate(sizes)}
+    capacity = sum(sizes)
+    mass = {client: size * count for client, size in enumerate(sizes)}
     heaviest = sorted(groups, key=lambda group: (-sum(sizes[client] for client in group), group))[
         :count
     ]

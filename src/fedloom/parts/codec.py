@@ -112,8 +112,11 @@ class Codec(Part):
 
     def _code(self, cohort: Cohort, name: str, rows: Tensor) -> dict[str, Tensor]:
         """Return the code of `rows [k, n]`, with feedback of earlier errors."""
-        layout, size, own_name = cohort.layout, rows.shape[1], name_of(self)
-        feedback, error_name = getattr(self, "feedback", False), f"{own_name}_error_{name}_{size}"
+        layout = cohort.layout
+        size = rows.shape[1]
+        own_name = name_of(self)
+        feedback = getattr(self, "feedback", False)
+        error_name = f"{own_name}_error_{name}_{size}"
         if feedback:
             rows = rows + cohort.memory.get(error_name, torch.zeros_like(rows[:1]))
         code = self.encode_rows(rows, partial(cohort.stream, f"{own_name}/{name}"), layout)

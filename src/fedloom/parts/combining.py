@@ -24,7 +24,9 @@ INNERMOST = ("fedavg", "fedavg(weighted=false)", "fedmr")
 EXAMPLES = {"noise": 0.8, "radius": 1.0}
 """Values of parameters that some parts require."""
 
-CLIENTS, PARTICIPANTS, ROUNDS = 20, 10, 20
+CLIENTS = 20
+PARTICIPANTS = 10
+ROUNDS = 20
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,8 @@ class DPSGD(AccountedByClient):
             rounds: Number of rounds.
         """
         sizes = self.plan.sizes(torch.arange(self.plan.clients)).unique()
-        noise, spent = 0.0, dict.fromkeys(self._kinds(sizes, torch.full_like(sizes, rounds)), 0.0)
+        noise = 0.0
+        spent = dict.fromkeys(self._kinds(sizes, torch.full_like(sizes, rounds)), 0.0)
         while noise == 0 or max(spent.values()) > target:
             share, steps = max(spent, key=lambda kind: (spent[kind], kind))
             noise = max(noise * 1.0001, noise_for(target, share, steps, self.delta))
@@ -129,7 +130,10 @@ class PrivateCohort(Cohort):
         self, cohort: Cohort, clip: float, noise: float, remote: bool, method: str
     ) -> None:
         vars(self).update(vars(cohort))
-        self.clip, self.noise, self.remote, self.method = clip, noise, remote, method
+        self.clip = clip
+        self.noise = noise
+        self.remote = remote
+        self.method = method
         self.count = int(self.sizes)
         self.expected = min(self.count, self.training.batch_size or self.count)  # in a batch
         self._fits: list[Tensor] = []  # start of each fit, shared by all copies of this cohort
@@ -158,7 +162,8 @@ class PrivateCohort(Cohort):
         stream = None if self.remote else self.round.stream("dp_sgd noise", self.clients[0])
 
         def noisy(rows: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
-            loss, total = rows.new_zeros(1), torch.zeros_like(rows[:, : self.layout.trainable])
+            loss = rows.new_zeros(1)
+            total = torch.zeros_like(rows[:, : self.layout.trainable])
             size = max(1, NUMBERS // total.shape[1])
             for offset in range(0, batch.labels.shape[1], size):
                 columns = slice(offset, offset + size)
@@ -167,14 +172,10 @@ class PrivateCohort(Cohort):
                 shares, lengths = clip_factors(gradients, self.clip)
                 # A NaN or infinite gradient counts as 0, since a refused reply would reveal it.
                 finite = lengths.isfinite()
-                shares, gradients = (
-                    shares.where(finite, 0).to(gradients),
-                    gradients.where(finite.unsqueeze(1), 0),
-                )
-                loss, total = (
-                    loss + losses.where(finite, 0).sum(),
-                    total + shares.unsqueeze(0) @ gradients,
-                )
+                shares = shares.where(finite, 0).to(gradients)
+                gradients = gradients.where(finite.unsqueeze(1), 0)
+                loss = loss + losses.where(finite, 0).sum()
+                total = total + shares.unsqueeze(0) @ gradients
             if self.noise:
                 total = total + (self.noise * self.clip * normal(total, stream)).to(total)
             return loss / self.expected, total / self.expected
@@ -189,7 +190,8 @@ class PrivateCohort(Cohort):
         """Return the batches of `fit`. Each sample enters a batch at random."""
         if not self._fitting:
             _ = self._samples
-        generator, share = self.stream("dp_sgd batches")[0], self.expected / self.count
+        generator = self.stream("dp_sgd batches")[0]
+        share = self.expected / self.count
 
         def drawn() -> Tensor:
             plain = torch.rand(self.count, generator=generator, dtype=torch.float64)

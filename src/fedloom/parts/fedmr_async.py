@@ -78,7 +78,8 @@ class FedMRAsync(Arrivals):
         if replies is not None:
             self.store(self.begin(number, replies), replies=replies["model"])
         self.enter(number, exchange)
-        clients, slots = self.state["client"], self.arrived(exchange.round)
+        clients = self.state["client"]
+        slots = self.arrived(exchange.round)
         if not len(slots):
             return None
         rows = self.state["replies"][slots.to(self.state["replies"].device)]

@@ -25,7 +25,8 @@ def clipped(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """
     shares, lengths = clip_factors(updates, clip)
     scaled = updates.double() * shares.unsqueeze(1)
-    return torch.where(lengths.isfinite().unsqueeze(1), scaled, 0).to(updates), lengths
+    finite = lengths.isfinite().unsqueeze(1)
+    return torch.where(finite, scaled, 0).to(updates), lengths
 
 
 def clip_factors(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,8 @@ def clip_factors(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
         min(1, `clip` / |u|) and |u| of each row, `[k]` float64 each.
     """
     lengths = torch.linalg.vector_norm(updates, dim=1, dtype=torch.float64)
-    return (clip / lengths.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1), lengths
+    positive = lengths.clamp_min(torch.finfo(torch.float64).tiny)
+    return (clip / positive).clamp_max(1), lengths
 
 
 def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -51,7 +53,8 @@ def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
             Muller).
     """
     if generator is not None:
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
+        drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        return drawn.to(like.device)
     count = like.numel()
     radius, angle = 1 - secret_uniforms(2 * count).reshape(2, count)  # in (0, 1]
     numbers = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
@@ -60,4 +63,5 @@ def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def secret_uniforms(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return `count` numbers in [0, 1) from the system's cryptographic generator."""
-    return (np.frombuffer(secrets.token_bytes(8 * count), np.uint64) >> np.uint64(11)) / 2.0**53
+    integers = np.frombuffer(secrets.token_bytes(8 * count), np.uint64)
+    return (integers >> np.uint64(11)) / 2.0**53

@@ -62,7 +62,8 @@ class Gossip(Part):
         return {**message, "model": torch.stack(rows)}
 
     def observe(self, round: Round, replies: Replies) -> None:
-        nodes, clients = self.state["nodes"], replies.clients
+        nodes = self.state["nodes"]
+        clients = replies.clients
         self.state["nodes"] = nodes.index_copy(0, clients.to(nodes.device), replies["model"])
         self.state["replied"] = torch.zeros(len(nodes), dtype=torch.bool).index_fill(
             0, clients, True

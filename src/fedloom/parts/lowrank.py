@@ -52,27 +52,29 @@ class LowRank(Codec):
         return {"factors": (sum(sent for *_, sent in self.matrices(size, layout)),)}
 
     def encode_rows(self, rows: Tensor, streams: Streams, layout: Layout) -> dict[str, Tensor]:
-        factors, generators = [], streams()
+        factors = []
+        generators = streams()
         for columns, height, width, sent in self.matrices(rows.shape[1], layout):
             if sent == height * width:
                 factors.append(rows[:, columns])
                 continue
-            start = torch.stack(
-                [torch.randn(width, self.rank, generator=stream) for stream in generators]
-            )
-            basis, factor = low_rank(rows[:, columns].reshape(-1, height, width), start.to(rows))
+            matrices = rows[:, columns].reshape(-1, height, width)
+            starts = [torch.randn(width, self.rank, generator=stream) for stream in generators]
+            basis, factor = low_rank(matrices, torch.stack(starts).to(rows))
             factors += [basis.flatten(1), factor.flatten(1)]
         return {"factors": torch.cat(factors, 1)}
 
     def decode_rows(self, code: Mapping[str, Tensor], size: int, layout: Layout) -> Tensor:
-        rows, begin = [], 0
+        rows = []
+        begin = 0
         for _, height, width, sent in self.matrices(size, layout):
-            values, begin = code["factors"][:, begin : begin + sent], begin + sent
+            values = code["factors"][:, begin : begin + sent]
+            begin = begin + sent
             if sent < height * width:
                 basis, factor = values.split([height * self.rank, width * self.rank], 1)
-                values = (
-                    basis.unflatten(1, (height, -1)) @ factor.unflatten(1, (width, -1)).mT
-                ).flatten(1)
+                basis = basis.unflatten(1, (height, -1))
+                factor = factor.unflatten(1, (width, -1))
+                values = (basis @ factor.mT).flatten(1)
             rows.append(values)
         return torch.cat(rows, 1)
 

@@ -36,7 +36,8 @@ class NormBound(Part):
         self.state["bounded"] = torch.zeros(1, dtype=torch.float64)
 
     def rewrite(self, round: Round, replies: Replies) -> Replies:
-        rows, sent = replies["model"], replies.sent("model")
+        rows = replies["model"]
+        sent = replies.sent("model")
         updates = rows - sent
         factors, lengths = clip_factors(updates, self.radius)
         longer = lengths > self.radius

@@ -240,7 +240,8 @@ class Pipeline:
     @cached_property
     def _initial_unit(self) -> Unit:
         """The columns that clients take from the initial model of the method."""
-        kind, layout = self.algorithm.facts.initial, self.plan.layout
+        kind = self.algorithm.facts.initial
+        layout = self.plan.layout
         if kind == "private":
             return complement(self.algorithm.shared(self.plan.module, layout), layout)
         return (slice(0, layout.size),) if kind == "all" else ()
@@ -308,7 +309,8 @@ class Pipeline:
         """Return the decoded contents of replies, with updates instead of models."""
         if not self.acting["decode"]:
             return message
-        specs, chain = self._specs(round), []
+        specs = self._specs(round)
+        chain = []
         for part in self._coders:
             chain.append((part, specs))
             specs = part.coded(round, specs, self.inside(part))
@@ -358,7 +360,8 @@ class Pipeline:
         self._receive(exchange.round, part.release(exchange.round, aggregate))
 
     def _step(self, exchange: Exchange, outcome: Replies | None) -> None:
-        round, replies = exchange.round, outcome
+        round = exchange.round
+        replies = outcome
         if replies is not None:
             replies = self._decoded(round, replies)
             for part in self.acting["exchange"]:

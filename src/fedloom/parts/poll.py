@@ -20,8 +20,10 @@ class PollAlgorithm(Algorithm):
 
     def bind(self, part: Part, inner: Pipeline) -> "PollAlgorithm":
         """Ask for `part`, which personalises through the pipeline `inner` inside it."""
-        self.part, self.inside = part, inner
-        self.plan, self.state = inner.plan, {}
+        self.part = part
+        self.inside = inner
+        self.plan = inner.plan
+        self.state = {}
         return self
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:

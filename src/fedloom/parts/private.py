@@ -105,9 +105,12 @@ class Private(Accounted):
 
     def release(self, round: Round, aggregate: Aggregate) -> Replies:
         assert aggregate.exchange is not None, "the pipeline sets it"
-        sent, expected, clip = aggregate.sent("model")[0], round.participants, self.bound()
+        sent = aggregate.sent("model")[0]
+        expected = round.participants
+        clip = self.bound()
         nothing = torch.zeros_like(sent, dtype=torch.float64)  # for a round without replies
-        multiplier, total = self.noise_multiplier(), aggregate.total.get("update", nothing)
+        multiplier = self.noise_multiplier()
+        total = aggregate.total.get("update", nothing)
         if self.quantile is not None:
             below = aggregate.total.get("below", nothing[:1])
             multiplier = self._adapt(round, self.quantile, multiplier, below)
@@ -115,7 +118,8 @@ class Private(Accounted):
         mean = sent + (total / expected).to(sent)
         self.state["releases"] = torch.full((1,), round.number, dtype=torch.int64)
         exchange = aggregate.exchange.among(tuple(range(expected)))
-        slots, rows = torch.arange(expected), mean.expand(expected, *mean.shape)
+        slots = torch.arange(expected)
+        rows = mean.expand(expected, *mean.shape)
         return Replies({"model": rows}, slots, slots, torch.ones_like(slots), exchange)
 
     def _adapt(self, round: Round, quantile: float, multiplier: float, below: Tensor) -> float:

@@ -59,9 +59,9 @@ class Quantised(Codec):
     def encode_rows(self, rows: Tensor, streams: Streams, layout: Layout) -> dict[str, Tensor]:
         drawn = None
         if self.stochastic:
-            drawn = torch.stack(
-                [torch.rand(rows.shape[1], generator=stream) for stream in streams()]
-            ).to(rows)
+            size = rows.shape[1]
+            draws = [torch.rand(size, generator=stream) for stream in streams()]
+            drawn = torch.stack(draws).to(rows)
         levels, scales = quantise(rows, self.bits, self.bucket, drawn)
         return {"levels": levels, "scales": scales}
 
@@ -84,10 +84,15 @@ class Quantised(Codec):
 
     def decode_down(self, round: Round, inbox: Message, inner: Inner) -> Message:
         assert self.down is not None
-        decoded, trainable = dict(inbox), inner.algorithm.plan.layout.trainable
-        for name in [name.removesuffix(".levels") for name in inbox if name.endswith(".levels")]:
+        decoded = dict(inbox)
+        trainable = inner.algorithm.plan.layout.trainable
+        for coded_name in inbox:
+            if not coded_name.endswith(".levels"):
+                continue
+            name = coded_name.removesuffix(".levels")
             size = shared_trainable(inner) if name == "model" else trainable
-            levels, scales = decoded.pop(f"{name}.levels"), decoded.pop(f"{name}.scales")
+            levels = decoded.pop(f"{name}.levels")
+            scales = decoded.pop(f"{name}.scales")
             rows = dequantise(levels, scales, size, self.down, self.bucket)
             decoded[name] = with_rest(decoded, name, rows)
         return decoded
@@ -107,15 +112,15 @@ def quantise(rows: Tensor, bits: int, bucket: int, drawn: Tensor | None) -> tupl
         bucket, `[k, ceil(n / bucket), 2]`.
     """
     size = rows.shape[1]
-    padded = torch.cat([rows, rows[:, -1:].expand(-1, -size % bucket)], 1).unflatten(
-        1, (-1, bucket)
-    )
-    scales = torch.stack(torch.aminmax(padded, dim=2), 2)
-    low, step = scales[..., :1], (scales[..., 1:] - scales[..., :1]) / (2**bits - 1)
-    levels = ((padded - low) / torch.where(step == 0, 1, step)).flatten(1)[:, :size]
-    levels = (
-        (levels + (0.5 if drawn is None else drawn)).floor().clamp(0, 2**bits - 1).to(torch.uint8)
-    )
+    highest = 2**bits - 1
+    padding = rows[:, -1:].expand(-1, -size % bucket)
+    buckets = torch.cat([rows, padding], 1).unflatten(1, (-1, bucket))
+    scales = torch.stack(torch.aminmax(buckets, dim=2), 2)
+    low, step = steps(scales, bits)
+    nonzero = torch.where(step == 0, 1, step)
+    exact = ((buckets - low) / nonzero).flatten(1)[:, :size]
+    rounding = 0.5 if drawn is None else drawn
+    levels = (exact + rounding).floor().clamp(0, highest).to(torch.uint8)
     in_byte = 8 // bits
     shifts = bits * torch.arange(in_byte, device=rows.device)
     grouped = F.pad(levels, (0, -size % in_byte)).unflatten(1, (-1, in_byte))
@@ -136,8 +141,24 @@ def dequantise(levels: Tensor, scales: Tensor, size: int, bits: int, bucket: int
         The rows, `[k, n]`.
     """
     shifts = bits * torch.arange(8 // bits, device=levels.device)
-    numbers = (levels.int().unsqueeze(2) >> shifts & 2**bits - 1).flatten(1)[:, :size].to(scales)
-    spread = F.pad(numbers, (0, -size % bucket)).unflatten(1, (-1, bucket))
-    low, step = scales[..., :1], (scales[..., 1:] - scales[..., :1]) / (2**bits - 1)
-    rows: Tensor = (low + spread * step).flatten(1)[:, :size]
+    unpacked = levels.int().unsqueeze(2) >> shifts & 2**bits - 1
+    numbers = unpacked.flatten(1)[:, :size].to(scales)
+    buckets = F.pad(numbers, (0, -size % bucket)).unflatten(1, (-1, bucket))
+    low, step = steps(scales, bits)
+    rows: Tensor = (low + buckets * step).flatten(1)[:, :size]
     return rows
+
+
+def steps(scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the smallest number of each bucket and the distance of its levels.
+
+    Args:
+        scales: Smallest and largest number of each bucket, `[k, ceil(n / bucket), 2]`.
+        bits: Bits of a number.
+
+    Returns:
+        a and (b - a) / (2^bits - 1), `[k, ceil(n / bucket), 1]` each.
+    """
+    low = scales[..., :1]
+    high = scales[..., 1:]
+    return low, (high - low) / (2**bits - 1)

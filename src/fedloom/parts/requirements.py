@@ -27,7 +27,8 @@ def _sends_model(pipeline: Pipeline) -> str:
 
 
 def _one_update(pipeline: Pipeline) -> str:
-    opening, algorithm = pipeline.plan.opening(), pipeline.algorithm
+    opening = pipeline.plan.opening()
+    algorithm = pipeline.algorithm
     refusal = "clients of {0} do not return an update of one received model"
     expected = algorithm.expects(opening).get("model")
     sent = algorithm.send(opening).get("model")
@@ -104,7 +105,8 @@ def _anonymous(pipeline: Pipeline) -> str:
 
 def _averages_only(pipeline: Pipeline) -> str:
     """Stale replies fit only algorithms that do nothing except average whole models."""
-    opening, algorithm = pipeline.plan.opening(), pipeline.algorithm
+    opening = pipeline.plan.opening()
+    algorithm = pipeline.algorithm
     exchanges = algorithm.send(opening).keys() == {"model"} == pipeline.expected_names(opening)
     one_model = not algorithm.facts.one_model_each and exchanges_models(pipeline)
     if exchanges and one_model and algorithm.facts.averages:
@@ -155,7 +157,8 @@ REQUIREMENTS: dict[str, Requirement] = {
 
 def exchanges_models(pipeline: Pipeline) -> bool:
     """Return True if clients receive a whole model and return one."""
-    opening, size = pipeline.plan.opening(), pipeline.plan.layout.size
+    opening = pipeline.plan.opening()
+    size = pipeline.plan.layout.size
     sent = pipeline.algorithm.send(opening).get("model")
     return sent is not None and tuple(sent.shape[1:]) == (size,) and pipeline.returns_whole(opening)
 
@@ -284,7 +287,8 @@ def _exchange_hides_names(pipeline: Pipeline) -> None:
 def _privacy(pipeline: Pipeline) -> None:
     accounts = [part for part in pipeline.parts if getattr(part, "counts_privacy", False)]
     if len(accounts) > 1:
-        outer, inner = name_of(accounts[0]), name_of(accounts[1])
+        outer = name_of(accounts[0])
+        inner = name_of(accounts[1])
         raise InvalidValue(f"{outer}: {inner} counts a separate epsilon. Use only one of them")
     for part in accounts:
         for poll in pipeline.acting["poll"]:

@@ -87,11 +87,13 @@ class Robust(Part):
         if len(replies) < self.least(len(replies)):
             self.state["left_out"] = self.state["left_out"] + 1
             return None
-        models, sent = replies["model"], replies.sent("model")
+        models = replies["model"]
+        sent = replies.sent("model")
         center = sent.mean(0)
         if len(sent) > 1:  # updates are relative to the model that each client received
             models = models - sent + center
-        chosen, matrices = None, {}
+        chosen = None
+        matrices = {}
         if "krum" in self.rule:
             malicious = self.expected_malicious(len(models))
             chosen = krum(models, malicious, 1 if self.rule == "krum" else len(models) - malicious)

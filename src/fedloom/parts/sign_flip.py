@@ -45,7 +45,9 @@ class SignFlip(Part):
         attacks = torch.tensor([client in self.malicious for client in cohort.clients])
         if not bool(attacks.any()):
             return reply
-        size, sent, honest = shared_trainable(inner), inbox["model"], reply["model"]
+        size = shared_trainable(inner)
+        sent = inbox["model"]
+        honest = reply["model"]
         model = honest.clone()
         model[:, :size] = sent[:, :size] - self.scale * (honest[:, :size] - sent[:, :size])
         attacks = attacks.to(honest.device).unsqueeze(1)

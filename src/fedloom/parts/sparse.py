@@ -43,7 +43,8 @@ class Sparse(Codec):
         return {"indices": indices.to(torch.int32), "values": rows.gather(1, indices)}
 
     def decode_rows(self, code: Mapping[str, Tensor], size: int, layout: Layout) -> Tensor:
-        indices, values = code["indices"].long(), code["values"]
+        indices = code["indices"].long()
+        values = code["values"]
         # Indices outside the row, from a hostile site, are ignored.
         inside = (indices >= 0) & (indices < size)
         rows = values.new_zeros(len(values), size)

@@ -37,23 +37,30 @@ class StaleReplies(Arrivals):
         if not self.plan.remote:
             return message
         busy = (self.state["client"] >= 0).unsqueeze(1).to(message["model"].device)
-        return {**message, "model": torch.where(busy, self.state["sent"], message["model"])}
+        model = torch.where(busy, self.state["sent"], message["model"])
+        return {**message, "model": model}
 
     def close(self, exchange: Exchange, replies: Replies | None) -> Replies | None:
         version = int(self.state["version"])
         if replies is not None:
             sent = exchange.moved["model"]
-            sent = sent if len(sent) == 1 else sent[replies.slots.to(sent.device)]
-            rows, weights = replies["model"], replies.weights.to(torch.int64)
+            if len(sent) > 1:
+                sent = sent[replies.slots.to(sent.device)]
+            rows = replies["model"]
+            weights = replies.weights.to(torch.int64)
             slots = self.begin(version, replies)
             self.store(slots, replies=rows, sent=sent.expand(len(rows), -1), weights=weights)
         self.enter(version, exchange)
-        clients, slots = self.state["client"], self.arrived(exchange.round)
-        return self._arrivals(exchange, clients[slots], slots) if len(slots) else None
+        clients = self.state["client"]
+        slots = self.arrived(exchange.round)
+        if not len(slots):
+            return None
+        return self._arrivals(exchange, clients[slots], slots)
 
     def _arrivals(self, exchange: Exchange, clients: Tensor, slots: Tensor) -> Replies:
         index = slots.to(self.state["sent"].device)
-        model, rows = exchange.sent["model"], self.state["replies"][index]
+        model = exchange.sent["model"]
+        rows = self.state["replies"][index]
         stale = (self.state["version"] - self.state["since"][slots]).to(rows)
         self.state["version"] = self.state["version"] + 1
         rows = self.moved(model, self.state["sent"][index], rows, stale[:, None])

@@ -69,8 +69,10 @@ class Umf(Part):
         return replace(chosen, idle=idle, receivers=round.clients)
 
     def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
-        sent, trainable = inbox["model"], cohort.layout.trainable
-        idle, number = ~cohort.uploads, cohort.round.number
+        sent = inbox["model"]
+        trainable = cohort.layout.trainable
+        idle = ~cohort.uploads
+        number = cohort.round.number
         update = cohort.memory.get("umf_update", sent.new_zeros(1, trainable))
         written = cohort.memory.get("umf_round", torch.full((1,), NEVER))
         fuses = (written.cpu() == number - 1) & ~idle

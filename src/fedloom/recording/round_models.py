@@ -139,12 +139,15 @@ class TrainingObjective(Recorder):
     ) -> Measurement | None:
         if number % self.every or not exchanges:
             return None
-        received, uploaded, total = 0.0, 0.0, 0
+        received = 0.0
+        uploaded = 0.0
+        total = 0
         for exchange in exchanges:
             loss, samples = context.training_loss(
                 exchange.received, exchange.client, exchange.received_integers
             )
-            received, total = received + loss, total + samples
+            received = received + loss
+            total = total + samples
             uploaded += context.training_loss(
                 exchange.uploaded, exchange.client, exchange.uploaded_integers
             )[0]
@@ -181,7 +184,9 @@ class Memorisation(Recorder):
         true = samples.labels if task.true_labels is None else task.true_labels[index]
         wrong = samples.labels != true
         groups = (samples[~wrong], samples[wrong], replace(samples, labels=true)[wrong])
-        model, score, integers = federation.model(), context.evaluator.score, federation.integers
+        model = federation.model()
+        score = context.evaluator.score
+        integers = federation.integers
         scores = [
             score(model, group, integers)["accuracy"] if len(group) else None for group in groups
         ]

@@ -89,13 +89,15 @@ class Recording:
                 f"record works in {place}, not in {type(federation.engine).__name__}"
             )
         self._federation = federation
-        task, method = federation.task, federation.algorithm
+        task = federation.task
+        method = federation.algorithm
         evaluator = Evaluator(task.model, task.layout, task.dataset)
         trainers = task.clients - federation.schedule.newcomers(task.clients)
         self._context = RunContext(
             task, federation.schedule.rounds, trainers, federation.numbers, evaluator
         )
-        partial, applicable = partial_models(method), []
+        partial = partial_models(method)
+        applicable = []
         for recorder in self.recorders:
             try:
                 recorder.require(self._context)
@@ -167,7 +169,8 @@ class Recording:
 
         Recorders without a measurement are left out.
         """
-        results, records = [], self.log.read()
+        results = []
+        records = self.log.read()
         for recorder in self.recorders:
             lines = [line for line in records if recorder.name in line["values"]]
             if series := [(line["round"], line["values"][recorder.name]) for line in lines]:
@@ -220,7 +223,8 @@ def _exchanges(jobs: Sequence[Job], replies: Replies) -> list[ClientExchange]:
     if "model" not in replies.matrices or any("model" not in job.inbox for job in jobs):
         return []
     inboxes = {job.slot: job.inbox for job in jobs if job.slot is not None}
-    models, integers = replies.matrices["model"], replies.matrices.get(INTEGERS)
+    models = replies.matrices["model"]
+    integers = replies.matrices.get(INTEGERS)
     return [
         ClientExchange(
             slot,

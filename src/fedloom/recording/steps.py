@@ -102,10 +102,12 @@ class _Trace:
         def watch(
             step: Callable[[Batch], Tensor], rows: Tensor, group: LockStep
         ) -> Callable[[Batch], Tensor]:
-            members, batches = group.members, count()
+            members = group.members
+            batches = count()
 
             def watched(batch: Batch) -> Tensor:
-                weights, size = rows.clone(), batch.labels.shape[1]
+                weights = rows.clone()
+                size = batch.labels.shape[1]
                 start = next(batches) * size
                 loss = step(batch)
                 for k, member in enumerate(members):

@@ -82,7 +82,8 @@ class Trajectory(Recorder):
         plane = principal_plane(rows[:, : context.task.layout.trainable].cpu())
         if plane is None:
             return losses
-        buffers, integers = rows.double().mean(0).to(rows), tensors[numbers[-1]].get("integers")
+        buffers = rows.double().mean(0).to(rows)
+        integers = tensors[numbers[-1]].get("integers")
         surface = surroundings(plane, self.grid, buffers, integers, self.client, context)
         return {**losses, "points": plane.points.tolist(), **surface}
 
@@ -109,10 +110,13 @@ def surroundings(
         The variance that the plane explains (`explained`), the grid (`x`, `y`), and the loss on it
             (`surface`), a line for each y.
     """
-    index, trainable = context.client(client), context.task.layout.trainable
-    low, high = plane.points.amin(0), plane.points.amax(0)
+    index = context.client(client)
+    trainable = context.task.layout.trainable
+    low = plane.points.amin(0)
+    high = plane.points.amax(0)
     margin = MARGIN * (high - low)
-    low, high = low - margin, high + margin
+    low = low - margin
+    high = high + margin
     x, y = (
         torch.linspace(float(low[k]), float(high[k]), grid, dtype=torch.float64).tolist()
         for k in (0, 1)

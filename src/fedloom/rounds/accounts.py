@@ -40,7 +40,8 @@ class Accounts:
         if self._ledger is not None:
             for name, part in self._accounted():
                 clients = part.counted(exchange.selection)
-                noise, bound = part.noise_multiplier(), part.bound()
+                noise = part.noise_multiplier()
+                bound = part.bound()
                 release = Release(exchange.round.number, name, noise, bound, clients)
                 self._ledger.append(release)
 

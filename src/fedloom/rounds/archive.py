@@ -63,7 +63,9 @@ class Archive:
         pools: PoolFiles,
         observers: Sequence[Observer],
     ) -> None:
-        self.engine, self.pools, self.observers = engine, pools, observers
+        self.engine = engine
+        self.pools = pools
+        self.observers = observers
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         self.accounts = Accounts(method, directory, identity, isinstance(engine, RemoteClients))
         self._logs = {

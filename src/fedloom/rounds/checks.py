@@ -39,7 +39,8 @@ def require_message(exchange: Exchange, algorithm: Algorithm) -> None:
             location = in_brackets(code_location(function))
             reason = f"names that begin with @ are reserved for fedloom{location}"
             raise InvalidValue(f"{kind.__name__} names a tensor {name!r}: {reason}")
-    selected, idle = len(exchange.selection.clients), exchange.selection.idle
+    selected = len(exchange.selection.clients)
+    idle = exchange.selection.idle
     allowed = (1, selected + 1) if idle else (1, selected, selected + 1)
     for name, rows in exchange.wire.items():
         if len(rows) not in allowed:

@@ -107,11 +107,13 @@ class Device:
         work = bytes_down / self.down + samples / self.speed + bytes_up / self.up
         if self.hours >= 24:
             return began + work
-        length, opens = 3600 * self.hours, 3600 * self.start
+        length = 3600 * self.hours
+        opens = 3600 * self.start
         opened = began - (began - opens) % DAY  # beginning of the current or last working hours
         done = min(began - opened, length)  # seconds of these working hours that have passed
         if done >= length:
-            opened, done = opened + DAY, 0.0
+            opened = opened + DAY
+            done = 0.0
         days = max(0, math.ceil((done + work) / length) - 1)
         return opened + days * DAY + done + work - days * length
 

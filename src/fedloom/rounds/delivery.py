@@ -106,8 +106,12 @@ class Messenger:
         awaited: int,
         pools: PoolFiles,
     ) -> None:
-        self.task, self.engine, self.schedule = task, engine, schedule
-        self.numbers, self.awaited, self.pools = numbers, awaited, pools
+        self.task = task
+        self.engine = engine
+        self.schedule = schedule
+        self.numbers = numbers
+        self.awaited = awaited
+        self.pools = pools
 
     def poll(self, pipeline: Pipeline, round: Round) -> Polled:
         """Poll clients before the selection, if a part of the pipeline needs it.
@@ -141,7 +145,9 @@ class Messenger:
             integers: The server's integer buffers, `[Z]`.
             now: Simulated time at the beginning of the round, in seconds.
         """
-        round, selection, message = exchange.round, exchange.selection, dict(exchange.wire)
+        round = exchange.round
+        selection = exchange.selection
+        message = dict(exchange.wire)
         expected = pipeline.expected(round)
         if INTEGERS in expected:
             message[INTEGERS] = integers.unsqueeze(0)
@@ -166,7 +172,8 @@ class Messenger:
 
     def _remove_late(self, delivery: Delivery, now: float) -> None:
         """Remove the jobs that are late by the simulated clock."""
-        round, finish = delivery.exchange.round, delivery.finish
+        round = delivery.exchange.round
+        finish = delivery.finish
         selected = delivery.exchange.selection.clients
         numbers = [self.numbers[selected[slot]] for slot in finish]
         taken, delivery.seconds = round.on_time([*finish.values()], numbers, self.awaited, now)
@@ -201,7 +208,8 @@ class Messenger:
             delivery: Jobs of the round. Clients without a valid reply are added to its faults.
             observed: True if an observer reads the replies.
         """
-        exchange, round = delivery.exchange, delivery.exchange.round
+        exchange = delivery.exchange
+        round = delivery.exchange.round
         fold = pipeline.folds and not observed and not isinstance(self.engine, RemoteClients)
         answers = RoundReplies(
             delivery.jobs,

@@ -75,7 +75,8 @@ class Evaluation:
         trainers: int,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        self.task, self.engine = task, engine
+        self.task = task
+        self.engine = engine
         self.rounds = schedule.rounds
         self.numbers = range(task.clients) if numbers is None else numbers
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
@@ -111,7 +112,8 @@ class Evaluation:
         Raises `InvalidValue` if the run never measures the figure, or if the direction of an
         improvement is unknown.
         """
-        objective, metrics = self.task.objective, self.task.dataset.metrics
+        objective = self.task.objective
+        metrics = self.task.dataset.metrics
         names = [*objective.figure_names, *(metric.name for metric in metrics)]
         measured = [*(names if len(self.task.test) else ())]
         measured += [f"{model}_{name}" for model in MODELS for name in names if self.personal_every]
@@ -121,7 +123,8 @@ class Evaluation:
                 "stop.metric", figure, tuple(measured) or ("none, without test samples",)
             )
         model = next((model for model in MODELS if figure.startswith(f"{model}_")), "")
-        metric, name = objective.metric, figure.removeprefix(f"{model}_")
+        metric = objective.metric
+        name = figure.removeprefix(f"{model}_")
         if stop.evaluations is not None and stop.goal is None and name not in ("loss", metric.name):
             raise InvalidValue(f"stop.goal: set 'rise' or 'fall' as the direction of {figure}")
         rises = stop.goal == "rise" or (
@@ -190,7 +193,8 @@ class Evaluation:
             )
         if model is not None:
             plain = Algorithm()  # its clients use the model that they receive
-            plain.plan, plain.state = pipeline.plan, {"model": model}
+            plain.plan = pipeline.plan
+            plain.state = {"model": model}
             pipeline = Pipeline(plain)
         tallies: list[Tally] = []
         for jobs in self.deployed(pipeline, upcoming, clients, integers):
@@ -321,7 +325,9 @@ def untrained(pipeline: Pipeline, stages: Sequence[Pipeline] = ()) -> list[str]:
     Returns:
         One notice, or none if the whole model changes.
     """
-    algorithm, layout, initial = pipeline.algorithm, pipeline.plan.layout, pipeline.plan.initial
+    algorithm = pipeline.algorithm
+    layout = pipeline.plan.layout
+    initial = pipeline.plan.initial
     names = _local_tensors(algorithm)
     for stage in stages:
         names &= _local_tensors(stage.algorithm)

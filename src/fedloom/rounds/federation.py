@@ -56,7 +56,9 @@ class Federation:
         identity: str = "",
         observers: Sequence[Observer] = (),
     ) -> None:
-        self.algorithm, self.engine, self.schedule = algorithm, engine, schedule
+        self.algorithm = algorithm
+        self.engine = engine
+        self.schedule = schedule
         self.observers = observers
         newcomers = schedule.newcomers(task.clients)
         self.task, self.numbers = newcomers_last(task, newcomers, schedule.seed)
@@ -202,7 +204,8 @@ class Federation:
 
     def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
         """Write the lines of a successful round."""
-        self.finished, self._now = record["round"], record.get("simulated_seconds", 0.0)
+        self.finished = record["round"]
+        self._now = record.get("simulated_seconds", 0.0)
         for observer in self.observers:
             observer.commit(record["round"])
         self.evaluation.follow(record)
@@ -217,7 +220,8 @@ class Federation:
         Yields:
             The user's number of the client, the next round, and the job.
         """
-        evaluation, pipeline = self.evaluation, self.pipeline
+        evaluation = self.evaluation
+        pipeline = self.pipeline
         upcoming = self.task.training.round_at(self._first, self.finished + 1)
         clients = (*evaluation.clients, *evaluation.newcomers)
         for jobs in evaluation.deployed(pipeline, upcoming, clients, self.integers):

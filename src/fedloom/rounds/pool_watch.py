@@ -58,7 +58,8 @@ class PoolWatch:
 
     def __init__(self, labels: Tensor, rounds: int) -> None:
         self.notices: list[str] = []
-        self._labels, self._rounds = labels, rounds
+        self._labels = labels
+        self._rounds = rounds
         # True while T / S is still to be judged: each evaluation so far had a `pool_progress`.
         self._judge_progress = rounds >= ROUNDS
         self._best = 0.0

@@ -45,9 +45,12 @@ class RoundReplies:
         pools: PoolFiles | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        self.pools, self.exchange = pools or PoolFiles(), exchange
-        self.slots, self.size = slots, size if fold else max(1, slots)
-        self.weigh, self.fold = weigh, fold
+        self.pools = pools or PoolFiles()
+        self.exchange = exchange
+        self.slots = slots
+        self.size = size if fold else max(1, slots)
+        self.weigh = weigh
+        self.fold = fold
         self.faults: list[Fault] = []
         self.bytes = 0
         self._integers: dict[int, Tensor] = {}  # by block

@@ -41,9 +41,12 @@ class RoundRunner:
     def __init__(
         self, course: Course, schedule: Schedule, evaluation: Evaluation, archive: Archive
     ) -> None:
-        self.course, self.evaluation = course, evaluation
-        self._task, self._engine = evaluation.task, evaluation.engine
-        self._schedule, self._archive = schedule, archive
+        self.course = course
+        self.evaluation = evaluation
+        self._task = evaluation.task
+        self._engine = evaluation.engine
+        self._schedule = schedule
+        self._archive = archive
         self.integers = self._task.initial_integers.clone()
         self._messenger = Messenger(
             self._task,

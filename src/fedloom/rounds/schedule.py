@@ -68,7 +68,10 @@ class Patience:
     """
 
     def __init__(self, stop: Stop, figure: str, rises: bool, every: int) -> None:
-        self.stop, self.figure, self.rises, self.every = stop, figure, rises, every
+        self.stop = stop
+        self.figure = figure
+        self.rises = rises
+        self.every = every
         self.round = 0
         self._best: float | None = None
         self._waited = 0

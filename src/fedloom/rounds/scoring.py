@@ -98,8 +98,11 @@ class Evaluator:
     batch_size = 500
 
     def __init__(self, module: nn.Module, layout: Layout, dataset: Dataset) -> None:
-        self._original, self.layout, self.dataset = module, layout, dataset
-        self._inputs, self._labels = IntactInputs(), IntactInputs()
+        self._original = module
+        self.layout = layout
+        self.dataset = dataset
+        self._inputs = IntactInputs()
+        self._labels = IntactInputs()
 
     @cached_property
     def module(self) -> nn.Module:
@@ -116,7 +119,8 @@ class Evaluator:
             samples: Test samples.
             integers: Integer buffers of the model, `[Z]`.
         """
-        objective, sizes = self.dataset.objective, torch.tensor([len(samples)])
+        objective = self.dataset.objective
+        sizes = torch.tensor([len(samples)])
         totals = objective.add_up(
             self._count(row, samples, integers), lambda values: values.sum(0, keepdim=True)
         )
@@ -171,7 +175,9 @@ class Evaluator:
         # Copy into the module's own tensors, not views: the memory layout changes the last digits
         # of products.
         self.layout.load(self.module, row, integers)
-        dataset, blocks, pairs = self.dataset, [], []
+        dataset = self.dataset
+        blocks = []
+        pairs = []
         count = len(samples) if index is None else len(index)
         # Some layers also draw random numbers in evaluation mode: use a fixed stream.
         with torch.no_grad(), global_stream(0, "evaluation", device=row.device):

@@ -79,7 +79,8 @@ class RunDirectory:
     """The directory of one run."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.lock = path, path / ".lock"
+        self.path = path
+        self.lock = path / ".lock"
 
     @property
     def finished(self) -> bool:
@@ -113,7 +114,8 @@ class RunDirectory:
         """Raise `CheckpointError` if a file of a finished run was changed."""
         if not self.finished:
             return
-        present, path = self._digests(), self.path / "result.json"
+        present = self._digests()
+        path = self.path / "result.json"
         with readable(path):
             written = dict(read_json(path, dict, _REMEDY)["files"])
         for name in _DIGESTED:
@@ -164,7 +166,8 @@ class RunDirectory:
         self.require_intact()
         if self.ended(configuration):
             return []
-        present, path = environment(), self.path / "environment.json"
+        present = environment()
+        path = self.path / "environment.json"
         earlier = read_json(path, dict) if path.exists() else present
         write_json(path, present)
         if changes := version_changes(earlier, present):
@@ -192,7 +195,8 @@ class RunDirectory:
             Stop(**table.get("stop", {})) for table in (self.configuration, configuration)
         )
         longer = stop.extends(former)
-        stored, wanted = dotted(self.configuration), dotted(self.with_engine(configuration))
+        stored = dotted(self.configuration)
+        wanted = dotted(self.with_engine(configuration))
         for key in sorted(stored.keys() | wanted.keys()):
             is_end = key == "rounds" or (longer and key.startswith("stop."))
             if stored.get(key) != wanted.get(key) and not is_end:
@@ -235,7 +239,8 @@ class RunDirectory:
             CheckpointError: A file is damaged.
         """
         self.require_intact()
-        configuration, task = self.configuration, read_json(self.path / "task.json", dict)
+        configuration = self.configuration
+        task = read_json(self.path / "task.json", dict)
         recorded = self.path / RECORDED
         with readable(self.path):
             summary = RunSummary(

@@ -39,19 +39,22 @@ def landscape_of(path: Path, recorder: Landscape) -> dict[str, Any]:
     directory.require_intact()
     task = _task(directory)
     module = load_model(path)
-    row, integers = task.layout.flatten(module), task.layout.flatten_integers(module)
+    row = task.layout.flatten(module)
+    integers = task.layout.flatten_integers(module)
     return recorder.around(row, task, integers)
 
 
 def _task(directory: RunDirectory) -> Task:
     """Make the task of a run again, from the keys that describe it."""
-    path, stored = directory.path, directory.configuration
+    path = directory.path
+    stored = directory.configuration
     try:
         table = {key: stored[key] for key in _OF_TASK if key in stored}
         task = configuration(table).task(int(stored["seed"]))
     except FedloomError as error:
         raise InvalidValue(f"{path}: its task cannot be made again ({error})") from None
-    digests, written = task_digests(task), read_json(path / "task.json", dict)["digests"]
+    digests = task_digests(task)
+    written = read_json(path / "task.json", dict)["digests"]
     if any(digests[key] != written[key] for key in ("data", "split")):
         raise InvalidValue(f"{path}: its task cannot be made again (other samples or labels)")
     return task

@@ -36,7 +36,9 @@ def task_digests(task: Task) -> dict[str, str]:
     """Return digests of a task's `data`, of its `split` over clients and of the initial model
     (`start`).
     """
-    data, split, start = Digest(), Digest(), Digest()
+    data = Digest()
+    split = Digest()
+    start = Digest()
     for samples in (task.train, task.test):
         count = len(samples)
         chosen = torch.linspace(0, max(count - 1, 0), min(count, _SAMPLED)).long()

@@ -22,11 +22,13 @@ from fedloom.common.errors import printable
 from fedloom.report.units import time_text
 from fedloom.runs.events import Event, RunName
 
-_PAUSE, _SHARE = 10.0, 0.1
+_PAUSE = 10.0
+_SHARE = 0.1
 """Pause between two lines without a terminal: seconds, and a share of the time so far."""
 
 # of the bars in a notebook: their width, and the seconds between two drawings
-_COLUMNS, _REDRAW = 100, 0.2
+_COLUMNS = 100
+_REDRAW = 0.2
 
 Rounds = int | Mapping[RunName, int]
 """The number of rounds of every run, or of each."""
@@ -45,7 +47,10 @@ class Display:
         brief: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.console, self.runs, self.brief, self.clock = console, runs, brief, clock
+        self.console = console
+        self.runs = runs
+        self.brief = brief
+        self.clock = clock
         self.finished: dict[RunName, int] = {}  # rounds done
         self.bars: dict[RunName, TaskID] = {}
         self.progress = Progress(
@@ -69,7 +74,8 @@ class Display:
         self._engines: set[str] = set()
 
     def __call__(self, event: Event) -> None:
-        run, over = event.run, event.kind in ("ended", "failed")
+        run = event.run
+        over = event.kind in ("ended", "failed")
         rounds = self._rounds if isinstance(self._rounds, int) else self._rounds[run]
         self.finished[run] = rounds if over else event.finished or self.finished.get(run, 0)
         score = f"{event.metric.noun} {event.score or 'not measured'}"

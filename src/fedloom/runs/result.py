@@ -61,7 +61,8 @@ class Result(RunFigures):
         return [({}, self.summary)]
 
     def __repr__(self) -> str:
-        run, members = self.summary, ".model  .curves()  .plot()  .report('report.html')"
+        run = self.summary
+        members = ".model  .curves()  .plot()  .report('report.html')"
         title = f"{run.algorithm} on {self.task.dataset.name}, {self.task.clients} clients"
         return "\n".join([f"{title}, seed {run.seed}", *result_lines(run), *self.notes, members])
 

@@ -43,7 +43,8 @@ def write_end(result: Result, directory: RunDirectory, model: str) -> None:
     """Write the recorders' results and the model, and last the figures, which mark the run as
     finished.
     """
-    task, summary = result.task, result.summary
+    task = result.task
+    summary = result.summary
     if result.recording is not None:
         result.recording.write(result.recorded)
     about = {"algorithm": summary.algorithm, "seed": str(summary.seed), "data": task.dataset.name}
@@ -63,7 +64,9 @@ def _personal_models(federation: Federation) -> dict[str, Tensor]:
     """Return the model `[P]` that each evaluated client would use, by its number, of personalised
     methods in a simulation.
     """
-    task, engine, evaluation = federation.task, federation.engine, federation.evaluation
+    task = federation.task
+    engine = federation.engine
+    evaluation = federation.evaluation
     size = task.initial.nbytes * (len(evaluation.clients) + len(evaluation.newcomers))
     measured = evaluation.personal_every and federation.pipeline.personal and size <= BUDGET
     if not measured or not isinstance(engine, LocalEngine):

@@ -57,7 +57,8 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         configuration, (algorithm, seed, _) = self.configuration, self.name
-        self.method, self.recorders = configuration.method(algorithm), configuration.recorders()
+        self.method = configuration.method(algorithm)
+        self.recorders = configuration.recorders()
         self.schedule = configuration.seeded(seed)
         self.resolved = configuration.resolved(algorithm, seed)
         if self.directory is not None and not self.fresh:
@@ -68,7 +69,8 @@ class RunPlan:
 
         A finished run is only read.
         """
-        configuration, directory = self.configuration, self.directory
+        configuration = self.configuration
+        directory = self.directory
         task = (self.make_task or configuration.task)(self.name.seed)
         threads = configuration.threads or step_threads(task)
         notices = []
@@ -102,8 +104,10 @@ class RunPlan:
 
     def _begin(self, task: Task, engine: Engine, over: bool) -> Result:
         """Set up the federation and write the first files of the run."""
-        directory, resolved = self.directory, self.resolved
-        path, digest = None, ""
+        directory = self.directory
+        resolved = self.resolved
+        path = None
+        digest = ""
         if directory is not None:
             path = directory.path
             digest = identity(task, resolved, self.method, self.configuration.clock)
@@ -123,7 +127,8 @@ class RunPlan:
         """Make the engine. A resumed run keeps its engine."""
         if self.engine is not None:
             return self.engine(task)
-        named, resolved = self.configuration.engine, str(self.resolved["engine"])
+        named = self.configuration.engine
+        resolved = str(self.resolved["engine"])
         hooked = any(r.hooks_training and not r.inapplicable(self.method) for r in self.recorders)
         return make_engine(
             named if without_placement(named) == resolved else resolved,
@@ -144,7 +149,8 @@ class RunPlan:
             for notice in timing.get("notices", ()):
                 if notice not in notified:
                     self._notify(notice)
-            number, seconds = record["round"], timing["seconds"]
+            number = record["round"]
+            seconds = timing["seconds"]
             self.watch(Event("round", self.name, number, record, seconds, "", timing, metric))
 
         if self.trackers:
@@ -152,7 +158,8 @@ class RunPlan:
             folder = setting_folder(Path(), self.name.setting) / method
             label = (folder / f"seed-{self.name.seed}").as_posix()
             # The result reads them again only at the end.
-            records, timings = federation.history, federation.timings
+            records = federation.history
+            timings = federation.timings
             tracking.begin(self.configuration.name, label, self.resolved, records, timings)
         federation.run(report)
 

@@ -200,7 +200,9 @@ def _range(table: Mapping[str, Any], key: str, steps_needed: bool) -> Range:
     if missing:
         raise InvalidValue(f"{key} lacks {' and '.join(missing)}: give {_EXAMPLE}")
     options = checked(_Range, table, f"{key}.")
-    low, high, logarithmic = options["from"], options["to"], options.get("scale") == "log"
+    low = options["from"]
+    high = options["to"]
+    logarithmic = options.get("scale") == "log"
     if not low < high:
         raise InvalidValue(
             f"{key} must go from a smaller number to a larger one, not from {low} to {high}"

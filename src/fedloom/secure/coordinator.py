@@ -127,7 +127,8 @@ class _Attempt:
     """
 
     def __init__(self, terms: Terms, believed: set[int]) -> None:
-        self.terms, self.believed = terms, believed
+        self.terms = terms
+        self.believed = believed
         self._introductions: dict[int, Introduction] = {}
         # numbers of layers sent in this repeat, by (sender, recipient)
         self._counts: dict[tuple[int, int], int] = {}

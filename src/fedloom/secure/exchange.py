@@ -144,7 +144,8 @@ class LayerBuffers(Generic[T]):
     """
 
     def __init__(self, others: Sequence[int], buffers: list[list[T]]) -> None:
-        self.others, self.buffers = others, buffers
+        self.others = others
+        self.buffers = buffers
         self.sent: list[tuple[int, int]] = []  # (recipient, index) of the layers to be returned
 
     @property

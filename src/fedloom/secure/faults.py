@@ -38,7 +38,10 @@ class ProtocolViolation(FedloomError):
 
     def __init__(self, kind: str, peer: int, detail: str = "", witness: int | None = None) -> None:
         require_one_of("kind", kind, tuple(KINDS))
-        self.kind, self.peer, self.detail, self.witness = kind, peer, detail, witness
+        self.kind = kind
+        self.peer = peer
+        self.detail = detail
+        self.witness = witness
         name = "the server" if peer == SERVER else f"peer {peer}"
         details = f" ({detail})" if detail else ""
         source = "" if witness is None else f", reported by peer {witness}"

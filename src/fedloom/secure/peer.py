@@ -80,8 +80,12 @@ class Peer:
             raise InvalidValue(
                 f"the identities name peers {sorted(identities)}, not peer {number} itself"
             )
-        self.number, self.identity, self.identities = number, identity, dict(identities)
-        self.rules, self.fewest, self.choices = rules, fewest, choices
+        self.number = number
+        self.identity = identity
+        self.identities = dict(identities)
+        self.rules = rules
+        self.fewest = fewest
+        self.choices = choices
         self.offered: list[bytes] = []
         self.committed = False
         self.uploaded: list[bytes] = []  # digests of models that entered an upload
@@ -119,7 +123,8 @@ class Peer:
 
     def abort(self) -> None:
         """Restore the offered layers."""
-        self.committed, self.step = False, -1
+        self.committed = False
+        self.step = -1
 
     def handle(self, request: bytes) -> bytes:
         """Answer one request.
@@ -158,13 +163,15 @@ class Peer:
         return [Letter(self.number, peer, self.introduction.encode()) for peer in self.others]
 
     def _hold(self, terms: Terms, buffers: list[list[bytes]]) -> None:
-        self.terms, self.session = terms, PeerSession(terms, {})
+        self.terms = terms
+        self.session = PeerSession(terms, {})
         self.others = [peer for peer in terms.peers if peer != self.number]
         self.holding = LayerBuffers(self.others, buffers)
 
     def _require_acceptable(self, terms: Terms) -> None:
         """Raise `ProtocolViolation` if the peer refuses these terms."""
-        strangers, peers = set(terms.peers) - self.identities.keys(), terms.peers
+        strangers = set(terms.peers) - self.identities.keys()
+        peers = terms.peers
         uploads = terms.when == "before_upload"
         for unacceptable, detail in (
             (not self.offered, "no model was offered"),
@@ -186,8 +193,11 @@ class Peer:
     def _enter(self, terms: Terms) -> None:
         """Make keys for a new run; in a known run, refuse another server key and repeated terms."""
         if terms.run != self.run:
-            self.run, self.server_key, self.past = terms.run, terms.server_key, []
-            self.signing, self.opening = Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
+            self.run = terms.run
+            self.server_key = terms.server_key
+            self.past = []
+            self.signing = Ed25519PrivateKey.generate()
+            self.opening = X25519PrivateKey.generate()
             keys = (
                 self.signing.public_key().public_bytes_raw(),
                 self.opening.public_key().public_bytes_raw(),
@@ -224,7 +234,8 @@ class Peer:
 
     def _continue(self, letters: Sequence[Letter]) -> list[Letter]:
         """Process the other peers' answers to the last step, and answer the next step."""
-        answered, final = self.step, 2 * self.rules.repeats + 1
+        answered = self.step
+        final = 2 * self.rules.repeats + 1
         if answered < 0:
             raise ProtocolViolation("invalid", SERVER, "letters without an exchange")
         for letter in letters:
@@ -240,7 +251,8 @@ class Peer:
             ends = [(peer, self.number) for peer in self.others]
             came = self._open(self.session.read(answered, letters, ends, owed, self.past))
         if answered == final:
-            self.committed, self.step = True, -1
+            self.committed = True
+            self.step = -1
             return []
         self.step += 1
         if self.step % 2 == 0:  # stages 2 and 3
@@ -334,7 +346,8 @@ class Peer:
 
     def _parcels(self, going: Iterable[Sent[bytes]], kind: int) -> list[Letter]:
         """Pack each layer with its index in a parcel of fixed size, numbered by recipient."""
-        numbers, letters = Counter[int](), []
+        numbers = Counter[int]()
+        letters = []
         for peer, index, item in going:
             content = pack(index.to_bytes(INDEX) + item).ljust(self.terms.content_size(), b"\0")
             letters.append(self._letter(peer, kind, numbers[peer], content))
@@ -350,7 +363,8 @@ class Peer:
             if padded is None:
                 raise ProtocolViolation("spoilt", note.sender, "a parcel that cannot be opened")
             content = padded[8 : 8 + int.from_bytes(padded[:8])]
-            index, item = int.from_bytes(content[:INDEX]), content[INDEX:]
+            index = int.from_bytes(content[:INDEX])
+            item = content[INDEX:]
             if index >= len(sizes) or len(item) != sizes[index]:
                 raise ProtocolViolation("spoilt", note.sender, "a layer of another size")
             if (note.sender, index) in came:

@@ -20,7 +20,10 @@ from fedloom.secure.faults import KINDS, SERVER, ProtocolViolation
 
 OCCASIONS = ("before_upload", "before_train")
 
-ANNOUNCEMENT, SENT, RETURNED, CONFIRMATION = 1, 2, 3, 4
+ANNOUNCEMENT = 1
+SENT = 2
+RETURNED = 3
+CONFIRMATION = 4
 """Kinds of notes.
 
 Number of layers that follow (stage 1), a sent layer (stage 1), a returned layer (stage 3), and
@@ -265,7 +268,8 @@ class PeerSession:
     """
 
     def __init__(self, terms: Terms, introductions: Mapping[int, Introduction]) -> None:
-        self.terms, self.introductions = terms, introductions
+        self.terms = terms
+        self.introductions = introductions
         ordered = (introductions[peer].encode() for peer in sorted(introductions))
         self.digest = Digest(pack(b"fedloom session", terms.encode(), *ordered)).digest()
 
@@ -319,7 +323,8 @@ class PeerSession:
         """Return the note of a letter. Raise `ProtocolViolation` unless it is signed by its sender,
         for its recipient, and belongs to this step.
         """
-        sender, note = letter.sender, read_note(letter.body, letter.sender)
+        sender = letter.sender
+        note = read_note(letter.body, letter.sender)
         key = Ed25519PublicKey.from_public_bytes(self.introductions[sender].verifying)
         if not is_signed(letter.body[:-SIGNATURE], letter.body[-SIGNATURE:], key):
             raise ProtocolViolation("altered", sender)
@@ -342,7 +347,8 @@ def _require_numbered(
     for note in parcels:
         numbers[note.ends].append(note.number)
     for pair in ends:
-        arrived, count = numbers[pair], due.get(pair, 0)
+        arrived = numbers[pair]
+        count = due.get(pair, 0)
         if len(arrived) > count:
             raise ProtocolViolation("unannounced", pair[0])
         if len(arrived) < count or max(arrived, default=-1) >= count:
@@ -389,7 +395,8 @@ class PeerMessage:
             return cls("abort")
         faulty = sender != SERVER and kind == b"fault" and len(fields) == 3 and len(fields[1]) == 8
         if faulty and fields[0] in map(str.encode, KINDS):
-            accused, text = int.from_bytes(fields[1], signed=True), fields[2]
+            accused = int.from_bytes(fields[1], signed=True)
+            text = fields[2]
             detail = one_line(text[: 4 * _LONGEST_DETAIL].decode(errors="replace"), _LONGEST_DETAIL)
             return cls(
                 "fault",

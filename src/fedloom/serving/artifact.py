@@ -16,7 +16,9 @@ from fedloom.models.build import build_model
 from fedloom.models.structure import copied
 from fedloom.state.tensors import read_tensors, write_tensors
 
-MODEL, PREPROCESSING, PERSONAL = "model.safetensors", "preprocessing.json", "personal.safetensors"
+MODEL = "model.safetensors"
+PREPROCESSING = "preprocessing.json"
+PERSONAL = "personal.safetensors"
 
 
 def save_model(

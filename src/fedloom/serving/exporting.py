@@ -36,8 +36,10 @@ class Deployed(nn.Module):
     def __init__(self, predictor: Predictor) -> None:
         super().__init__()
         self.module = predictor.module
-        inputs, outputs = predictor.preprocessing.inputs, predictor.preprocessing.outputs
-        self.pictures, self.numbers = isinstance(inputs, PictureInputs), bool(outputs.mean)
+        inputs = predictor.preprocessing.inputs
+        outputs = predictor.preprocessing.outputs
+        self.pictures = isinstance(inputs, PictureInputs)
+        self.numbers = bool(outputs.mean)
         # An exporter writes buffers as constants.
         if isinstance(inputs, PictureInputs):
             self.register_buffer("shift", torch.tensor(inputs.mean or (0.0,)).view(-1, 1, 1))
@@ -106,7 +108,8 @@ def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
 
 def example(preprocessing: Preprocessing) -> Tensor:
     """Return five random samples in the form of the result of `Preprocessing.apply`."""
-    generator, shape = torch.Generator().manual_seed(0), (5, *preprocessing.shape)
+    generator = torch.Generator().manual_seed(0)
+    shape = (5, *preprocessing.shape)
     if preprocessing.dtype.is_floating_point:
         return torch.randn(shape, generator=generator)
     words = getattr(preprocessing.inputs, "words", ())  # of a text

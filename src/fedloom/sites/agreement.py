@@ -88,7 +88,8 @@ def deployment(run_config: Mapping[str, Any]) -> Deployment:
         if not run_config.get(key):
             raise InvalidValue(f"run configuration: {key} is missing")
     values = checked(RunConfig, run_config, "run configuration: ")
-    text, output = values.pop("configuration"), Path(values.pop("output")).expanduser()
+    text = values.pop("configuration")
+    output = Path(values.pop("output")).expanduser()
     federation = read_configuration(text)
     clients = federation.data.clients
     sites = values.pop("sites", 0) or clients

@@ -48,7 +48,8 @@ class FlowerEngine(RemoteClients):
     in_process: bool | None = None
 
     def __init__(self, sites: KnownSites, largest_share: float = 1.0) -> None:
-        self.sites, self.numbers = sites, sites.numbers
+        self.sites = sites
+        self.numbers = sites.numbers
         self.largest_share = largest_share
         self.notices: list[str] = []
 
@@ -105,11 +106,10 @@ class FlowerEngine(RemoteClients):
         figures = {name for method in pipeline.components() for name in method.client_figures}
 
         def words(job: Job) -> Words:
-            client, uploads = job.client, job.slot is not None
-            keep, due = (
-                sorted({int(saved[client]) for saved in self._saved} - {0}),
-                shapes if uploads else None,
-            )
+            client = job.client
+            uploads = job.slot is not None
+            keep = sorted({int(saved[client]) for saved in self._saved} - {0})
+            due = shapes if uploads else None
             memory = int(self._versions[client])
             return {
                 "memory": memory,
@@ -118,7 +118,8 @@ class FlowerEngine(RemoteClients):
                 "exchanged": exchanged and uploads,
             }
 
-        needed, taken = pipeline.step_replies, 0
+        needed = pipeline.step_replies
+        taken = 0
         starting = [task for task in jobs if task.client not in self.under_way]
         orders = None if needed is None else self._orders
         for began, job, answer in self.sites.answers(
@@ -169,7 +170,8 @@ class FlowerEngine(RemoteClients):
         Raises:
             FedloomError: The site sent a reason why it did not train, or its reply is refused.
         """
-        client, number = job.client, self.numbers[job.client]
+        client = job.client
+        number = self.numbers[job.client]
         try:
             words = words_of(message, ARRAYS)
         except Refusal as refusal:
@@ -218,7 +220,8 @@ class FlowerEngine(RemoteClients):
         local_test = self.task.local_test
         registered = 0 if local_test is None else int(local_test.sizes[client])
         samples = whole_number(words, "samples", 1, MOST_SAMPLES)
-        objective, outputs = self.task.objective, self.task.dataset.spec.outputs
+        objective = self.task.objective
+        outputs = self.task.dataset.spec.outputs
         try:
             counted = words["totals"]
             shapes = objective.shapes(outputs) | counted_shapes(self.task.dataset.metrics)
@@ -258,7 +261,8 @@ class FlowerEngine(RemoteClients):
             name not in memory or memory[name].shape != shape for name in ("versions", "before")
         ):
             raise DamagedCheckpoint("the checkpoint has no valid versions of the sites' memory")
-        self._committed, self._saved = memory["versions"], [memory["before"], memory["versions"]]
+        self._committed = memory["versions"]
+        self._saved = [memory["before"], memory["versions"]]
         self.rollback()
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ class Gathering:
     """The sites of one deployment, and their common task."""
 
     def __init__(self, settings: Deployment, mailbox: Mailbox) -> None:
-        self.settings, self.mailbox = settings, mailbox
+        self.settings = settings
+        self.mailbox = mailbox
 
     def task(self, seed: int) -> Task:
         """Wait for the sites and return their task.
@@ -36,7 +37,8 @@ class Gathering:
         If sites take their shares of the configuration's data, this is the task of a simulation.
         The numbers of samples are fixed at the start, also if the run continues later.
         """
-        configuration, count = self.settings.configuration, self.settings.clients
+        configuration = self.settings.configuration
+        count = self.settings.clients
         path = self.settings.output / SITES
         opening = Opening.read(path, count)
         agreed = self._agreed_columns() if opening is None else None
@@ -104,7 +106,9 @@ class Gathering:
 
         If the data are not a table with columns, the sites already agree on the server's data.
         """
-        configuration, count, briefing = self.settings.configuration, self.settings.clients, {}
+        configuration = self.settings.configuration
+        count = self.settings.clients
+        briefing = {}
         if table_roles(configuration) is None or not of_columns(configuration):
             briefing = {"data": DataAgreement.of(server_data(configuration)).words()}
         sites = KnownSites(self.mailbox, count, briefing, {"fedloom": fedloom.__version__})
@@ -118,5 +122,6 @@ class Gathering:
         """Return the engine that lets the sites train."""
         newcomers = self.settings.configuration.schedule.newcomers(task.clients)
         _, numbers = newcomers_last(task, newcomers, self.settings.configuration.seed)
-        self.sites.federation, self.sites.numbers = self.opening.federation, numbers
+        self.sites.federation = self.opening.federation
+        self.sites.numbers = numbers
         return FlowerEngine(self.sites, self.settings.largest_share if self.opening.own else 1.0)

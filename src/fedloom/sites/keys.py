@@ -113,7 +113,8 @@ def make_keys(folder: Path, sites: int, hosts: Sequence[str] = (), days: int = S
     require_at_least("sites", sites, 1)
     require_between("days", days, 1, AUTHORITY_DAYS)
     names = [_general_name(host) for host in dict.fromkeys((*HOME, *hosts))]
-    keys, usages = Keys(folder, sites), ("key_cert_sign", "crl_sign")
+    keys = Keys(folder, sites)
+    usages = ("key_cert_sign", "crl_sign")
     authority = keys.server / "ca.crt"
     if authority.exists():
         _read_certificate(authority)
@@ -147,9 +148,11 @@ def _key(keys: Keys, path: Path, style: PrivateFormat = PrivateFormat.PKCS8) -> 
 
 def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
     """Make the server's certificate. Renewing it does not change the private key."""
-    path, key_path = keys.server / "server.crt", keys.server / "server.key"
+    path = keys.server / "server.crt"
+    key_path = keys.server / "server.key"
     if path.exists() and key_path.exists():
-        certificate, today = _read_certificate(path), datetime.now(UTC)
+        certificate = _read_certificate(path)
+        today = datetime.now(UTC)
         if certificate.not_valid_after_utc < today:
             raise InvalidValue(
                 f"{path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}: remove it to "
@@ -186,7 +189,8 @@ def _site(keys: Keys, site: int, authority: bytes) -> None:
 
     If only the public key exists, the site's folder was handed over, so no key is made.
     """
-    path, public_path = keys.site(site) / "site.key", keys.public(site)
+    path = keys.site(site) / "site.key"
+    public_path = keys.public(site)
     if not path.exists() and public_path.exists():
         return
     key = _key(keys, path, PrivateFormat.OpenSSH)
@@ -210,7 +214,8 @@ def _certificate(
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedloom federation {who}")])
         for who in (holder, "authority")
     )
-    issued, is_authority = datetime.now(UTC), holder == "authority"
+    issued = datetime.now(UTC)
+    is_authority = holder == "authority"
     builder = (
         x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
         .not_valid_before(issued - _SKEW)

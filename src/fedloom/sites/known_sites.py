@@ -86,11 +86,14 @@ class KnownSites:
         deadline: float = 0.0,
         patience: float = 600.0,
     ) -> None:
-        self.mailbox, self.count = mailbox, count
-        self.deadline, self.patience = deadline or math.inf, patience
+        self.mailbox = mailbox
+        self.count = count
+        self.deadline = deadline or math.inf
+        self.patience = patience
         self.known: dict[int, KnownSite] = {}
         self.registered: dict[int, int] = {}
-        self.briefing, self._agreed = briefing, agreed
+        self.briefing = briefing
+        self._agreed = agreed
         self._greeted: dict[str, int] = {}  # nodes that have not answered yet, by message id
         # ignored nodes, with the number that they claim if another node has it
         self._ignored: dict[int, int | None] = {}
@@ -190,10 +193,8 @@ class KnownSites:
                     f"site {number}: {name} is {words.get(name)!r:.80} there, but "
                     f"{value!r:.80} here"
                 )
-        samples, tests = (
-            whole_number(words, "samples", 1, MOST_SAMPLES),
-            whole_number(words, "tests", 0, MOST_SAMPLES),
-        )
+        samples = whole_number(words, "samples", 1, MOST_SAMPLES)
+        tests = whole_number(words, "tests", 0, MOST_SAMPLES)
         return KnownSite(number, node, samples, tests, bool(words.get("own")))
 
     def _introduce(self, site: KnownSite) -> None:

@@ -124,7 +124,8 @@ def words_of(message: Message, *records: str) -> Words:
         raise RefusedReply(
             f"unexpected entry {foreign[0]!r:.80} in the message's record {RECORD!r}"
         )
-    text, words = entries.get("words"), None
+    text = entries.get("words")
+    words = None
     with suppress(ValueError, RecursionError):
         words = json.loads(text) if isinstance(text, str) and len(text) <= _LONGEST_WORDS else None
     if not isinstance(words, dict):
@@ -251,7 +252,8 @@ class Mailbox:
     """Sends single messages and checks for their replies every `pause` seconds."""
 
     def __init__(self, grid: Grid, pause: float) -> None:
-        self.grid, self.pause = grid, pause
+        self.grid = grid
+        self.pause = pause
         # replies that are not collected yet, by message id
         self._arrived: dict[str, Message] = {}
 
@@ -284,7 +286,8 @@ class Mailbox:
         Yields:
             Ids of messages, with their replies.
         """
-        waiting, end = dict.fromkeys(ids), time.monotonic() + seconds
+        waiting = dict.fromkeys(ids)
+        end = time.monotonic() + seconds
         while waiting:
             due = waiting.keys() - self._arrived.keys()
             for reply in self.grid.pull_messages(list(due)) if due else ():

@@ -121,10 +121,8 @@ def _identity(private: str | None, peers: str | None, number: int) -> Identity |
         raise InvalidValue(
             "node configuration: set both identity and peers: a key file and a list of public keys"
         )
-    key, public_keys = (
-        read_private(Path(private).expanduser()),
-        read_peers(Path(peers).expanduser()),
-    )
+    key = read_private(Path(private).expanduser())
+    public_keys = read_peers(Path(peers).expanduser())
     if number not in public_keys:
         raise InvalidValue(f"{peers} lists no site-{number}, the key of this site (partition-id)")
     if public_keys[number] != key.public_key():

@@ -67,7 +67,9 @@ class Courier:
     """
 
     def __init__(self, sites: KnownSites, round: Round, jobs: Sequence[Job], terms: Terms) -> None:
-        self.sites, self.round, self.terms = sites, round, terms
+        self.sites = sites
+        self.round = round
+        self.terms = terms
         self.jobs = {sites.numbers[job.client]: job for job in jobs}
         self.lost: dict[int, str] = {}
         self.reached: set[int] = set()
@@ -195,7 +197,8 @@ class SecureRound:
             courier.lost.setdefault(violation.peer, str(violation))
         for reply in replies:
             client = reply.job.client
-            number, like = self.sites.numbers[client], sent[client].to(self.task.initial)
+            number = self.sites.numbers[client]
+            like = sent[client].to(self.task.initial)
             if number in models:
                 row = from_layers(models[number], self.method.units(), like)
                 row = torch.where(row.isfinite(), row, like)
@@ -218,11 +221,14 @@ class SecureRound:
         opening = Terms(
             name, self.round.number, when, 0, peers, key.public, self.method.rules(), sizes
         )
-        courier, abort = Courier(self.sites, self.round, jobs, opening), ""
+        courier = Courier(self.sites, self.round, jobs, opening)
+        abort = ""
         try:
             courier.terms, violations = run_exchange(courier, opening, fewest=FEWEST)
         except ExchangeAborted as error:
-            courier.terms, violations, abort = replace(opening, peers=()), error.faults, str(error)
+            courier.terms = replace(opening, peers=())
+            violations = error.faults
+            abort = str(error)
         self.method.carried(courier.carried)
         reasons: dict[int, str] = {}
         for violation in violations:

@@ -91,7 +91,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> Ru
 def _log_event(event: Event) -> None:
     """Write an event to Flower's log."""
     if event.kind == "round":
-        record, score = event.record, event.score and f", {event.metric.noun} {event.score}"
+        record = event.record
+        score = event.score and f", {event.metric.noun} {event.score}"
         _logger.info("round %d: %.1f s%s", record["round"], event.seconds, score)
         for fault in record["faults"]:
             _logger.warning(

@@ -34,7 +34,9 @@ class Site:
     """The site that `config` describes, in a federation with these `settings`."""
 
     def __init__(self, settings: Deployment, config: NodeConfig) -> None:
-        self.settings, self.config, self.number = settings, config, config.number
+        self.settings = settings
+        self.config = config
+        self.number = config.number
         self.state = SiteState(settings, config)
         self._exchange = SiteExchange(self.state)
 
@@ -45,7 +47,8 @@ class Site:
         Raises:
             InvalidValue: The configurations are not valid or do not match; the text is one line.
         """
-        settings, config = deployment(run_config), NodeConfig.read(node_config)
+        settings = deployment(run_config)
+        config = NodeConfig.read(node_config)
         if config.sites not in (None, settings.clients):
             clients = f"data.clients of the federation is {settings.clients}"
             raise InvalidValue(
@@ -73,7 +76,8 @@ class Site:
         self._exchange.require_identity()
         task = self.state.task(words, self.number)
         tests = 0 if task.local_test is None else len(task.local_test[self.number])
-        samples, layout = len(task.partition[self.number]), layout_digest(task)
+        samples = len(task.partition[self.number])
+        layout = layout_digest(task)
         return pack({**introduction, "samples": samples, "tests": tests, "layout": layout})
 
     def statistics(self, words: Words) -> RecordDict:

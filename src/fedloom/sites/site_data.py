@@ -97,7 +97,8 @@ class DataAgreement:
             DataError: The data cannot be read.
             InvalidValue: The data do not fit; the text names the source and a table's column.
         """
-        inputs, outputs = self.preprocessing.inputs, self.preprocessing.outputs
+        inputs = self.preprocessing.inputs
+        outputs = self.preprocessing.outputs
         try:
             objective = (
                 build_objective(configuration.objective, configuration.metrics)
@@ -157,7 +158,8 @@ def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples,
     Raises:
         DataError: Samples are missing or do not fit together.
     """
-    path, encoding = Path(source), None if agreed is None else agreed.inputs
+    path = Path(source)
+    encoding = None if agreed is None else agreed.inputs
     if ":" in source and not path.exists():
         data = function_data(source)
         splits = [data.train, data.test] if isinstance(data, Dataset) else data
@@ -170,7 +172,8 @@ def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples,
     ):
         channels, height, width = encoding.shape
         folders = [path / name for name in ("train", "test") if (path / name).is_dir()] or [path]
-        classes, size = agreed.outputs.classes, (height, width)
+        classes = agreed.outputs.classes
+        size = (height, width)
         train, *held_out = (
             read_image_folder(folder, classes, channels, size) for folder in folders
         )

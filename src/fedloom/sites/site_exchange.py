@@ -91,7 +91,8 @@ class SiteExchange:
         Raises:
             RefusedReply: The message is not valid in this exchange.
         """
-        run, when = str(words.get("run")), str(words.get("when"))
+        run = str(words.get("run"))
+        when = str(words.get("when"))
         peer = self._peer(words, round)
         if words.get("upload") is True:
             return peer.upload(run)
@@ -118,7 +119,8 @@ class SiteExchange:
 
     def _identity(self) -> Identity:
         """Return the keys by which this site proves its identity to the others."""
-        settings, config = self.state.settings, self.state.config
+        settings = self.state.settings
+        config = self.state.config
         if config.identity is None:
             example = "identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'"
             raise InvalidValue(

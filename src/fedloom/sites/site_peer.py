@@ -25,7 +25,10 @@ class SitePeer:
     """
 
     def __init__(self, folder: Path, config: NodeConfig, identity: Identity, round: Round) -> None:
-        self.folder, self.config, self.identity, self.round = folder, config, identity, round
+        self.folder = folder
+        self.config = config
+        self.identity = identity
+        self.round = round
 
     def answer(
         self,

@@ -67,7 +67,8 @@ def require_sound(task: Task, inbox: Mapping[str, Tensor]) -> None:
             raise RefusedReply(
                 f"the server sent {name!r:.40} of shape {list(rows.shape)}, expected one row"
             )
-    model, layout = inbox.get("model"), task.layout
+    model = inbox.get("model")
+    layout = task.layout
     if model is not None:
         if model.dtype != layout.dtype or model.dim() != 2 or model.shape[1] > layout.size:
             shape = f"{model.dtype} {list(model.shape)}"

@@ -33,7 +33,8 @@ class SiteState:
     """
 
     def __init__(self, settings: Deployment, config: NodeConfig) -> None:
-        self.settings, self.config = settings, config
+        self.settings = settings
+        self.config = config
 
     def remembering(
         self, words: Words, round: Round, client: int, inbox: Mapping[str, Tensor]

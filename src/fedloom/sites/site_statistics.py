@@ -21,8 +21,10 @@ def site_statistics(settings: Deployment, sites: KnownSites) -> Statistics:
     The cost of noise is in the ledger before any site answers. Statistics with noise are
     requested once, since a second request would cost the same privacy again.
     """
-    folder, survey = settings.output, settings.survey
-    path, ledger = folder / "statistics.json", ReleaseLedger(folder / RELEASED, "")
+    folder = settings.output
+    survey = settings.survey
+    path = folder / "statistics.json"
+    ledger = ReleaseLedger(folder / RELEASED, "")
     ledger.resume(0)
     statistics = Statistics.read(path) if path.exists() else None
     if statistics is not None and statistics.noise and not ledger.statistics():

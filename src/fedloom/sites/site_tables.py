@@ -36,7 +36,8 @@ def own_table(source: str, options: CsvOptions) -> tuple[Any, Any] | None:
         source: `module:function`, or the path of a file or folder.
         options: Types of columns and the format of a CSV file.
     """
-    path, test = Path(source), None
+    path = Path(source)
+    test = None
     if ":" in source and not path.exists():
         table = as_arrow(called(source))
     elif (
@@ -63,7 +64,8 @@ def csv_options(configuration: Configuration, agreed: Preprocessing | None = Non
     roles = table_roles(configuration) or Columns()
     if agreed is None:
         return CsvOptions(roles.text, **chosen)
-    types, outputs = agreed.csv_options, agreed.outputs
+    types = agreed.csv_options
+    outputs = agreed.outputs
     text = [*roles.text, *types.text]
     names = outputs.classes
     is_class = outputs.answer == "class" and names and names != BOOLEANS

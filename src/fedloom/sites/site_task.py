@@ -135,7 +135,8 @@ def own_task(own: OwnData) -> KeptTask:
     """
     settings = read_configuration(own.text)
     dataset = DataAgreement.read(json.loads(own.agreed)).dataset(own.source, settings)
-    train, test = dataset.train, dataset.test
+    train = dataset.train
+    test = dataset.test
     samples = train.concatenate(test) if len(test) else train
     task = make_task(
         replace(dataset, train=samples, test=samples[:0]),

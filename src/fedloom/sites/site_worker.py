@@ -57,7 +57,8 @@ def answer(message: Message, context: Context) -> RecordDict:
         # imports PyTorch, which the process of a single message does not need
         from fedloom.sites.site import Site
 
-        site, tensors = Site.of(context.run_config, context.node_config), tensors_of(message)
+        site = Site.of(context.run_config, context.node_config)
+        tensors = tensors_of(message)
         match message.metadata.message_type:
             case "query":
                 return site.hello(words)
@@ -87,7 +88,8 @@ def handed_over(message: Message, context: Context) -> RecordDict | None:
 
     None if no worker answers: then this process must answer.
     """
-    superexec, minutes = _superexec(), context.node_config.get("worker-minutes", IDLE_MINUTES)
+    superexec = _superexec()
+    minutes = context.node_config.get("worker-minutes", IDLE_MINUTES)
     if superexec is None or not isinstance(minutes, (int, float)) or not minutes > 0:
         return None
     try:
@@ -178,7 +180,9 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
         superexec: Id of Flower's process that starts a process for each message.
         seconds: Longest time without a message.
     """
-    secret, working, since = secrets.token_bytes(32), False, time.monotonic()
+    secret = secrets.token_bytes(32)
+    working = False
+    since = time.monotonic()
 
     def needed() -> bool:
         mine = False
@@ -209,7 +213,8 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
                     connection.send_bytes(serde.recorddict_to_proto(answered).SerializeToString())
             except Exception as error:
                 _logger.warning("the site's worker: %s", error or type(error).__name__)
-            working, since = False, time.monotonic()
+            working = False
+            since = time.monotonic()
 
 
 if __name__ == "__main__":

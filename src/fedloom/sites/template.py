@@ -101,7 +101,8 @@ def _configuration_text(file: Path | None, overrides: Sequence[str]) -> str:
 
 def _contents(name: str, plan: Configuration, text: str) -> dict[str, str]:
     """Return the text of every file of the app, by its path there."""
-    sites, method = plan.data.clients, str(plan.algorithm)
+    sites = plan.data.clients
+    method = str(plan.algorithm)
     summary = f"{plan.model} with {method} for {plan.schedule.rounds} rounds over {sites} sites"
     secure = any(isinstance(nested, Secure) for nested in components(build(method)))
     blanks = {
@@ -126,7 +127,8 @@ def _contents(name: str, plan: Configuration, text: str) -> dict[str, str]:
 
 def _data_blanks(plan: Configuration) -> tuple[str, dict[str, str]]:
     """Return the template of a site's data that fits a configuration, and its blanks."""
-    roles, dataset = table_roles(plan), None
+    roles = table_roles(plan)
+    dataset = None
     with suppress(DataError, InvalidValue):  # the data may be only at the sites
         dataset = make_dataset(plan.data.name)
     columns, target = (roles.inputs, roles.target) if roles and dataset is None else (None, "")

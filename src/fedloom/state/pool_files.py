@@ -30,7 +30,8 @@ class PoolFiles:
     """
 
     def __init__(self, directory: Path | None = None, budget: int | None = None) -> None:
-        self.directory, self.budget = directory, budget
+        self.directory = directory
+        self.budget = budget
         self._temporary: Path | None = None
         self._entries: dict[
             str, tuple[object, str]
@@ -111,7 +112,8 @@ class PoolFiles:
             DamagedCheckpoint: Its file is missing or was changed.
         """
         about = json.loads(entry)
-        path, dtype = self._folder() / about["file"], getattr(torch, about["dtype"])
+        path = self._folder() / about["file"]
+        dtype = getattr(torch, about["dtype"])
         try:
             if path.stat().st_size == prod(about["shape"]) * dtype.itemsize:
                 tensor = _mapped(path, about["shape"], dtype)
@@ -131,7 +133,8 @@ class PoolFiles:
         """
         newest = {json.loads(entry)["file"] for entry in entries}
         if newest != self._newest or not newest:  # equal: this round's checkpoint is written again
-            self._older, self._newest = self._newest, newest
+            self._older = self._newest
+            self._newest = newest
         if newest:  # files of a killed round belong to no checkpoint
             self._older = {name for name in self._older if name <= max(newest)}
         for path in [] if self.directory is None else self.directory.glob(_NAMES):

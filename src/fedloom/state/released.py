@@ -62,7 +62,8 @@ class ReleaseLedger:
     def __init__(self, path: Path, identity: str) -> None:
         self.path = path
         self.releases: list[Release] = []
-        self._digest, self._start = "", digest(f"fedloom releases {identity}")
+        self._digest = ""
+        self._start = digest(f"fedloom releases {identity}")
 
     def resume(self, evidence: int) -> None:
         """Read the releases of an earlier start.
@@ -76,7 +77,8 @@ class ReleaseLedger:
             CheckpointError: A line is missing or was changed, or the ledger ends before round
                 `evidence`.
         """
-        self.releases, self._digest = [], ""
+        self.releases = []
+        self._digest = ""
         try:
             content = read_file(self.path) if os.path.lexists(self.path) else b""
         except OSError as error:
@@ -145,7 +147,9 @@ class ReleaseLedger:
             clients = entry["clients"]
             release = Release(**{**entry, "clients": None if clients is None else tuple(clients)})
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
-            written, chained, release = "", self._digest, None
+            written = ""
+            chained = self._digest
+            release = None
         if release is None or written != chained:
             raise self._refusal(f"is damaged in line {number}, or belongs to another run")
         self.releases.append(release)

@@ -94,17 +94,23 @@ class ClientStore:
             self._undo_bytes += _bytes(remembered)
             # the round is repeated from a checkpoint instead
             if self._undo_bytes > self.budget // 2:
-                self._undo, self._undo_bytes, self._undoable = {}, 0, False
+                self._undo = {}
+                self._undo_bytes = 0
+                self._undoable = False
         self._put(client, {**remembered, **tensors})
         self._spill()
 
     def commit(self) -> None:
         """Make the writes of the round permanent."""
-        self._undo, self._undo_bytes, self._undoable = {}, 0, True
+        self._undo = {}
+        self._undo_bytes = 0
+        self._undoable = True
 
     def rollback(self) -> bool:
         """Undo all writes since `commit`. Return False if some cannot be undone."""
-        undo, self._undo, self._undo_bytes = self._undo, {}, 0
+        undo = self._undo
+        self._undo = {}
+        self._undo_bytes = 0
         for client, tensors in undo.items():
             self._put(client, tensors)
         return self._undoable
@@ -134,7 +140,8 @@ class ClientStore:
 
     def _write_file(self, client: int) -> None:
         if client not in self._versions:
-            version, self._next = self._next, self._next + 1
+            version = self._next
+            self._next = self._next + 1
             self._files().write(client, version, self._in_memory[client], durable=False)
             self._versions[client] = version
 
@@ -175,7 +182,8 @@ class ClientStore:
         """
         for file in self._outdated:
             self._files().remove(*file)
-        self._outdated, self._superseded = self._superseded, []
+        self._outdated = self._superseded
+        self._superseded = []
 
     def restore(self, state: Tensors) -> None:
         """Replace everything by a `state`, and read its files.
@@ -272,4 +280,5 @@ class Memory:
             written = {name: rows[k].clone() for name, (rows, mask) in entries if mask[k]}
             if written:
                 self._store.write(self._clients[k], written)
-        self._written, self._unread = {}, {}
+        self._written = {}
+        self._unread = {}

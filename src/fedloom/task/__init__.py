@@ -85,7 +85,8 @@ class Task(Described):
     @property
     def notices(self) -> list[str]:
         """The notices of the data set, and one if integers of a table became classes by default."""
-        dataset, names = self.dataset, self.dataset.class_names or ()
+        dataset = self.dataset
+        names = self.dataset.class_names or ()
         table = dataset.objective is CLASSIFICATION and isinstance(dataset.encoding, TableInputs)
         text = (
             f"the {dataset.classes} whole numbers of the column {dataset.target!r} "

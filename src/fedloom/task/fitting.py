@@ -18,7 +18,8 @@ def fitted(
     dataset: Dataset, pool: Samples, test: Samples, rows: Tensor
 ) -> tuple[Dataset, Samples, Samples]:
     """Fit the preprocessing to the `rows` of `pool` that clients train on; apply it everywhere."""
-    encoding, objective = dataset.encoding, dataset.objective
+    encoding = dataset.encoding
+    objective = dataset.objective
     if isinstance(encoding, TableInputs):
         if not encoding.is_fitted and len(rows):
             encoding = encoding.fitted(Moments.of(pool.inputs[rows]))

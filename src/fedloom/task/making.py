@@ -109,7 +109,9 @@ def make_task(
     labels = torch.zeros(len(pool), dtype=torch.int64) if strata is None else strata.cpu()
     groups = None if pool.groups is None else pool.groups.cpu().numpy()
     partition = build_partition(partition, labels.numpy(), clients, seed, groups)
-    train, tests, test = partition, None, dataset.test
+    train = partition
+    tests = None
+    test = dataset.test
     if local_test is not None:
         train, tests = split_train_test(partition, seed, local_test)
     module = initial_module(model, dataset.spec, seed)

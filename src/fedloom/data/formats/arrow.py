@@ -51,10 +51,12 @@ def _read_all(paths: Sequence[Path], batches: Callable[[Path], Iterator[Any]], d
             stream = batches(path)
             schema = next(stream)
             unpacked: list[Any] = []
-            rows, content = 0, sum(table.nbytes for table in tables)
+            rows = 0
+            content = sum(table.nbytes for table in tables)
             for batch in stream:  # stops as soon as it takes too much memory
                 unpacked.append(batch)
-                rows, content = rows + len(batch), content + batch.nbytes
+                rows = rows + len(batch)
+                content = content + batch.nbytes
                 require_room(_table_bytes(rows, len(schema), content), path)
             tables.append(checked(pa.Table.from_batches(unpacked, schema), path))
     with reading(paths[0], "other columns than its sister files"):
@@ -69,7 +71,8 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
     from pyarrow import parquet as pq
 
     with pq.ParquetFile(path) as file:
-        footer, schema = file.metadata, file.schema_arrow
+        footer = file.metadata
+        schema = file.schema_arrow
         groups = [max(0, footer.row_group(k).total_byte_size) for k in range(footer.num_row_groups)]
         widths = [
             kind.bit_width / 8 if pa.types.is_primitive(kind) else None for kind in schema.types

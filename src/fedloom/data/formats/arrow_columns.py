@@ -200,7 +200,8 @@ def numbers(cells: Any, title: str) -> npt.NDArray[np.float64]:
     """
     import pyarrow as pa
 
-    kind, is_type = cells.type, pa.types
+    kind = cells.type
+    is_type = pa.types
     values: npt.NDArray[np.float64]
     if is_type.is_list(kind) or is_type.is_fixed_size_list(kind) or is_type.is_large_list(kind):
         try:

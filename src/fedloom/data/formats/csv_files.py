@@ -16,7 +16,9 @@ TEXT_TABLES = (".csv", ".tsv", ".txt")
 """Endings of files that are read as CSV."""
 
 _BLOCK = 2**31 - 1  # the most that Arrow parses at a time: no quoted line break is at a border
-_ROW_BYTES, _CELL_BYTES, _COLUMN_BYTES = 64, 16, 10_000
+_ROW_BYTES = 64
+_CELL_BYTES = 16
+_COLUMN_BYTES = 10_000
 
 
 @dataclass(frozen=True)

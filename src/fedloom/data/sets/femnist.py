@@ -25,7 +25,8 @@ from fedloom.data.sets.picture_sets import PICTURE_SETS
 
 Writer = TypeVar("Writer", Samples, Tensor)
 _PICTURES = PICTURE_SETS["femnist"]
-_CLASSES, _REPOSITORY = _PICTURES.classes, _PICTURES.repository
+_CLASSES = _PICTURES.classes
+_REPOSITORY = _PICTURES.repository
 _SIDE = 28
 _WRITERS_A_FILE = 100
 

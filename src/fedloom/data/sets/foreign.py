@@ -40,7 +40,8 @@ def foreign_dataset(
     """
     train, test = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     if isinstance(data, Mapping) and "train" in data:  # a DatasetDict
-        train, test = data["train"], data.get("test", data.get("validation"))
+        train = data["train"]
+        test = data.get("test", data.get("validation"))
     name = type(train).__name__
     splits = [train] if test is None else [train, test]
     with reading(name, "no table that Arrow can hold"):
@@ -70,8 +71,10 @@ def materialised(data: Any) -> Samples:
     """
     name = type(data).__name__
     _require_items(data, name)
-    count, sample = len(data), _item(data, name, 0)
-    size, most = count * sample[0].nbytes, allowed_bytes()
+    count = len(data)
+    sample = _item(data, name, 0)
+    size = count * sample[0].nbytes
+    most = allowed_bytes()
     takes = f"{name}: {count:,} samples, {size / 2**20:,.0f} MiB"
     console = Console(stderr=True)
     fits = size <= most

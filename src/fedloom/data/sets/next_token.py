@@ -135,7 +135,8 @@ def stackoverflow(
 def _dataset(
     name: str, train: _Users, test: _Users, encoding: TextInputs, places: Literal["every", "last"]
 ) -> Dataset:
-    numbers, length = encoding.numbers, encoding.length
+    numbers = encoding.numbers
+    length = encoding.length
     position = {user: number for number, user in enumerate(dict.fromkeys([*train, *test]))}
     splits = []
     for users in (train, test):
@@ -161,7 +162,8 @@ def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Us
     """Return each user's sequences as (training, test): those at the end test, and at least one
     trains.
     """
-    train, test = {}, {}
+    train = {}
+    test = {}
     for user, texts in users.items():
         if len(texts) >= least:
             cut = max(1, int((1 - test_fraction) * len(texts) + 1e-9))
@@ -205,7 +207,8 @@ def _speeches(paths: Iterable[Path], length: int) -> _Users:
         for block in read_text(path).replace("\r\n", "\n").split("\n\n"):
             name, _, speech = block.strip("\n").partition("\n")
             if not name.endswith(":") or len(name) > 100:
-                name, speech = ":", block.strip("\n")
+                name = ":"
+                speech = block.strip("\n")
             spoken.setdefault(name[:-1].strip(), []).append(speech)
     joined = {
         name: "\n".join(speeches) for name, speeches in spoken.items() if name or len(spoken) == 1
@@ -223,7 +226,8 @@ def _lines(path: Path, split: Callable[[str], Sequence[str]]) -> _Users:
         if line.strip():
             with reading(f"{path}: line {number}", 'wanted {"user": "42", "text": "how do i ..."}'):
                 post = json.loads(line)
-                user, texts = post["user"], post["texts"] if "texts" in post else [post["text"]]
+                user = post["user"]
+                texts = post["texts"] if "texts" in post else [post["text"]]
                 users.setdefault(str(user), []).extend(
                     ["<s>", *split(text), "</s>"] for text in texts
                 )

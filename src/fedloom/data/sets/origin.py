@@ -19,7 +19,8 @@ from fedloom.state.tensors import read_tensors, write_tensors
 T = TypeVar("T")
 _SUBFOLDERS = ("", "raw", "gzip", "data", "plain_text")
 _FORMAT = 3  # in every key of the cache: raise it when the content of the files changes
-_SPLITS, _FIELDS = ("train", "test"), ("inputs", "labels", "groups")
+_SPLITS = ("train", "test")
+_FIELDS = ("inputs", "labels", "groups")
 
 
 def load(

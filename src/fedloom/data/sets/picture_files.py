@@ -38,7 +38,8 @@ def read_idx(path: Path) -> Tensor:
             )
         sizes = content.read(4 * magic[3])
         shape = np.frombuffer(sizes, ">u4").tolist()
-        count, header = math.prod(shape), 4 + len(sizes)
+        count = math.prod(shape)
+        header = 4 + len(sizes)
         require_room(count, path)
         # the tensor shares its memory; nothing beyond is unpacked
         elements = bytearray(content.read(count + 1))
@@ -66,7 +67,8 @@ def read_idx_samples(
         first_label: The label of the first class in the file.
         transposed: The file holds pictures `[n, width, height]`.
     """
-    images, numbers = read_idx(images_path), read_idx(labels_path)
+    images = read_idx(images_path)
+    numbers = read_idx(labels_path)
     if images.dim() != 3:
         raise DataError(
             f"{images_path}: wanted 3 dimensions, the file has shape {list(images.shape)}"
@@ -83,7 +85,10 @@ def read_pickle(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, list[int]]
     Returns:
         The longest string of bytes as rows of pixels, and the whole numbers after each text.
     """
-    raw, key, by_column, flag = b"", "", False, False
+    raw = b""
+    key = ""
+    by_column = False
+    flag = False
     numbers: dict[str, list[int]] = {}
     with reading(path, "damaged pickle"):
         for opcode, argument, _ in pickletools.genops(read_bytes(path)):
@@ -92,8 +97,10 @@ def read_pickle(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, list[int]]
                 text = argument if isinstance(argument, str) else argument.decode("latin-1")
                 # NumPy's flag of arrays by column precedes their bytes, or its letter F follows.
                 if len(text) > len(raw):
-                    raw, by_column = text.encode("latin-1", "replace"), flag
-                key, by_column = text[:100], by_column or text == "F"
+                    raw = text.encode("latin-1", "replace")
+                    by_column = flag
+                key = text[:100]
+                by_column = by_column or text == "F"
             elif type(argument) is int and "int" in kinds:
                 numbers.setdefault(key, []).append(argument)
             elif "bool" in kinds:

@@ -137,7 +137,8 @@ def _sample(
     labels: list[npt.NDArray[np.int64]] = []
     for user, size in enumerate(sizes.tolist()):
         draw = numpy_stream(seed, "synthetic user", client=user)
-        model_mean, input_mean = draw.normal(0.0, alpha or 0.0), draw.normal(0.0, beta or 0.0)
+        model_mean = draw.normal(0.0, alpha or 0.0)
+        input_mean = draw.normal(0.0, beta or 0.0)
         weight, bias = (
             shared if alpha is None else _linear_model(draw, model_mean, dimension, classes)
         )

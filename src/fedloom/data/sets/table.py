@@ -37,7 +37,8 @@ from fedloom.objectives.regression import Regression
 # names of a column of labels, if no target is named
 _TARGETS = ("label", "labels", "target", "class", "y")
 _TEXTS = ("text", "sentence", "content")
-_LENGTH, _VOCABULARY = 200, 30_000
+_LENGTH = 200
+_VOCABULARY = 30_000
 
 
 @datasets.register("table")

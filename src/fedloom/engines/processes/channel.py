@@ -56,7 +56,8 @@ class SharedMemory:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor, self.size = descriptor, 0
+        self.descriptor = descriptor
+        self.size = 0
         self.regions: dict[int, mmap.mmap] = {}  # by start
         self._idle: defaultdict[int, list[int]] = defaultdict(list)  # starts, by size
         self._addresses: list[tuple[int, int]] = []  # (address, start), sorted
@@ -143,7 +144,9 @@ class Channel:
     """
 
     def __init__(self, connection: Connection, memory: SharedMemory, peer_memory: int) -> None:
-        self.connection, self.memory, self.peer_memory = connection, memory, peer_memory
+        self.connection = connection
+        self.memory = memory
+        self.peer_memory = peer_memory
         self._mapped: dict[int, mmap.mmap] = {}  # regions of the other process
 
     def send(self, *parcels: Parcel | None) -> None:

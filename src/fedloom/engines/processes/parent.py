@@ -92,7 +92,8 @@ class ProcessesEngine(WorkerEngine):
             remedy = "put the code that starts the run under if __name__ == '__main__':"
             raise FedloomError(f"a worker process has started the run again: {remedy}")
         super().__init__(workers, inside, memory_budget)
-        self.threads, self.wanted_chunk = threads, chunk
+        self.threads = threads
+        self.wanted_chunk = chunk
         self._proven = (task, proof)
         self.shared_memory = SharedMemory(anonymous_file())
         weakref.finalize(self, end_all, self._handles)

@@ -31,7 +31,8 @@ class TrainingActor:
 
         torch.set_num_threads(threads)
         keep_pages()
-        self.trainer, self.dump = ClientTrainer(torch.device("cuda" if gpu else "cpu")), dump
+        self.trainer = ClientTrainer(torch.device("cuda" if gpu else "cpu"))
+        self.dump = dump
 
     def process(self) -> int:
         """Return the process id."""

@@ -110,7 +110,8 @@ class RayEngine(WorkerEngine):
                 f"workers must be at most {MOST_WORKERS} on this machine, not {workers}"
             )
         super().__init__(workers or 1, inside, memory_budget)
-        self.cpus, self.gpus = cpus, gpus
+        self.cpus = cpus
+        self.gpus = gpus
         self.workers_fold = gpus == 0  # sums on a GPU round differently
         self._ray = load_ray()
         count = workers or self._local_capacity()  # size of a cluster that is started here
@@ -209,7 +210,8 @@ class RayEngine(WorkerEngine):
     def _shortage(self) -> str:
         """Return a text with the resources of an actor and of the cluster."""
         needs = f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
-        free, total = self._ray.available_resources(), self._ray.cluster_resources()
+        free = self._ray.available_resources()
+        total = self._ray.cluster_resources()
         return (
             f"each needs {needs} on one node; the cluster has {_amounts(free)} free of "
             f"{_amounts(total)}"
@@ -232,7 +234,8 @@ class ActorHandle(WorkerHandle):
 
     def __init__(self, ray: Any, actor: Any) -> None:
         super().__init__()
-        self.ray, self.actor = ray, actor
+        self.ray = ray
+        self.actor = actor
         self.call = actor.process.remote()
 
     def send(self, setup: Any, assignment: Any, work: Packed) -> None:

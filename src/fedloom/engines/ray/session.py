@@ -148,7 +148,8 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
         _current = Session(address, started=False)
         return _current
     session = Session(address, started=True, security=os.environ.get(_SECURITY))
-    environment, options = _SETTINGS, dict[str, Any]()
+    environment = _SETTINGS
+    options = dict[str, Any]()
     if address == LOCAL:
         # The processes of the cluster inherit these variables.
         environment = {**_SETTINGS, **_TIME_LIMITS, "PYTHONPATH": import_path()}

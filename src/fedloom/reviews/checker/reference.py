@@ -76,7 +76,8 @@ class ReferenceRun:
 
     def _rounds(self, engine: "_ListeningEngine") -> None:
         method = self.federation.algorithm
-        initial, attributes = set(self.federation.server_state()), _attributes(method)
+        initial = set(self.federation.server_state())
+        attributes = _attributes(method)
         for _ in range(ROUNDS):
             state = {
                 _in_state(name): tensor for name, tensor in self.federation.server_state().items()
@@ -144,10 +145,8 @@ class _ListeningEngine(RowsEngine):
         itself.
         """
         method = pipeline.parts[0] if pipeline.parts else pipeline.algorithm
-        attributes, states = (
-            _attributes(method),
-            [component.state for component in components(method)],
-        )
+        attributes = _attributes(method)
+        states = [component.state for component in components(method)]
         for component, state in zip(components(method), states, strict=True):
             component.state = GuardedState(state, self.listener)
         try:

@@ -38,7 +38,9 @@ ROUNDS = 3
 CLIENTS = 4
 """Clients in a round, at most."""
 
-BATCH, BATCHES, TEST = 8, 3, 64
+BATCH = 8
+BATCHES = 3
+TEST = 64
 """Limits of a user's task: samples in a batch, batches of a client, and test samples."""
 
 
@@ -47,7 +49,9 @@ def own_task() -> Task:
     """Return a task of six clients with 3 to 12 samples each and local test samples, and a model of
     51 weights.
     """
-    sizes, tests, extra = (9, 5, 12, 7, 3, 8), (2, 1, 3, 0, 1, 2), 20
+    sizes = (9, 5, 12, 7, 3, 8)
+    tests = (2, 1, 3, 0, 1, 2)
+    extra = 20
     generator = stream(0, "check")
     count = sum(sizes) + sum(tests)
     inputs = torch.randn(count + extra, 6, generator=generator)

@@ -98,7 +98,8 @@ def in_other_ways(trial: CheckTrial, reference: ReferenceRun) -> list[Finding]:
     """Return the finding of the first way of running the rounds that fails, or comes to another
     state than the reference.
     """
-    task, proof = trial.task, trial.proof
+    task = trial.task
+    proof = trial.proof
     unseeded, text = source_match(trial.method, _NOT_SEEDED)
     ways: list[tuple[Callable[[], Federation], str]] = [
         (lambda: trial.outcome(RowsEngine(task, proof)), unseeded),

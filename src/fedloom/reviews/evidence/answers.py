@@ -17,7 +17,9 @@ from fedloom.state.tensors import read_tensors
 
 ANSWERS = ("the same bytes", "the same to float tolerance", "within the seeds' spread", "different")
 
-FIGURES, SAMPLES, WEIGHTS = 1e-3, 3, 1e-2
+FIGURES = 1e-3
+SAMPLES = 3
+WEIGHTS = 1e-2
 """Float tolerance: shares by which a figure and a tensor of the final model may differ, and the
 number of test samples by which a figure may differ.
 """
@@ -69,7 +71,8 @@ def _first_figure(bundled: Path, replayed: Path) -> str:
     """Return the first figure that differs beyond float tolerance, with both values; "" if none
     does.
     """
-    claimed, task = bundled_json(bundled, "task"), read_json(replayed / "task.json", dict)
+    claimed = bundled_json(bundled, "task")
+    task = read_json(replayed / "task.json", dict)
     for name in ("train_samples", "test_samples"):
         if claimed.get(name) != task[name]:
             return f"{name} {claimed.get(name)!s:.40}, here {task[name]}"
@@ -91,7 +94,8 @@ def _differing(bundled: Mapping[str, Any], replayed: Mapping[str, Any], slack: f
     where none does.
     """
     for name in bundled or replayed:
-        a, b = bundled.get(name), replayed.get(name)
+        a = bundled.get(name)
+        b = replayed.get(name)
         if a != b and not _close(a, b, slack):
             return (
                 f"from round {(bundled or replayed)['round']} on: {name} {str(a)[:40]}, "

@@ -38,7 +38,9 @@ from fedloom.runs.directory import RunDirectory, to_json
 from fedloom.state.files import make_folder, remove, write_bytes
 from fedloom.study.stored_runs import read_runs
 
-LARGEST, UNPACKED, MOST_FILES = 64 << 20, 512 << 20, 10_000
+LARGEST = 64 << 20
+UNPACKED = 512 << 20
+MOST_FILES = 10_000
 """Bytes of a bundle, bytes of all that it holds, and the number of its files, at most."""
 
 _MODEL = 8 << 20  # bytes of a model that goes into a bundle; of a larger one only its checksum does
@@ -90,9 +92,12 @@ def write_bundle(folder: Path, path: Path) -> Bundle:
     Raises `InvalidValue` for a run that is not finished or not of a configuration,
     `CheckpointError` for a damaged file.
     """
-    runs, files, modules = list[BundledRun](), dict[str, bytes](), set[str]()
+    runs = list[BundledRun]()
+    files = dict[str, bytes]()
+    modules = set[str]()
     for number, run in enumerate(read_runs(folder)):
-        directory, stored = run.path, run.summary.configuration
+        directory = run.path
+        stored = run.summary.configuration
         if not RunDirectory(directory).finished:
             raise InvalidValue(f"{directory} is not finished: go on with it first")
         if "partition" not in stored["data"]:
@@ -142,10 +147,8 @@ def _sources(names: Iterable[str]) -> dict[str, bytes]:
             and is_user_code(spec.origin)
         ):
             package = "/__init__.py" if spec.submodule_search_locations else ".py"
-            path, text = (
-                f"code/{name.replace('.', '/')}{package}",
-                Path(spec.origin).read_text(encoding="utf-8"),
-            )
+            path = f"code/{name.replace('.', '/')}{package}"
+            text = Path(spec.origin).read_text(encoding="utf-8")
             if path not in files:
                 files[path] = text.encode()
                 imported = re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text, re.M)

@@ -78,7 +78,8 @@ def _share(a: Trace, b: Trace, key: Key) -> float:
         return np.inf
     if key.role == "samples" or not a[key].size:
         return 0.0 if np.array_equal(np.sort(a[key], None), np.sort(b[key], None)) else np.inf
-    gap, size = float(np.abs(b[key] - a[key]).max()), float(np.abs(a[key]).max())
+    gap = float(np.abs(b[key] - a[key]).max())
+    size = float(np.abs(a[key]).max())
     earlier = a.earlier(key)
     way = (
         0.0
@@ -152,7 +153,8 @@ def _explanation(difference: Array, causes: Mapping[str, Array | None]) -> str:
     """Return the cause with a vector that is nearly parallel to the difference. Its factor replaces
     {}, and its factor plus one {+1}.
     """
-    best, text = _UNEXPLAINED * float(np.linalg.norm(difference)), ""
+    best = _UNEXPLAINED * float(np.linalg.norm(difference))
+    text = ""
     for cause, vector in causes.items():
         if (
             vector is not None
@@ -162,10 +164,8 @@ def _explanation(difference: Array, causes: Mapping[str, Array | None]) -> str:
             factor = float(vector @ difference) / square
             remainder = float(np.linalg.norm(difference - factor * vector))
             if remainder < best:
-                best, text = (
-                    remainder,
-                    cause.replace("{}", f"{factor:.3g}").replace("{+1}", f"{1 + factor:.3g}"),
-                )
+                best = remainder
+                text = cause.replace("{}", f"{factor:.3g}").replace("{+1}", f"{1 + factor:.3g}")
     return text
 
 
@@ -174,7 +174,8 @@ def _of_client(
 ) -> dict[str, Array | None]:
     """Return vectors that may explain a difference from the same start, by their cause."""
     number, client, stage, role, _ = key
-    sent, causes = a.vector(number, client, "in", "model", names), dict[str, Array | None]()
+    sent = a.vector(number, client, "in", "model", names)
+    causes = dict[str, Array | None]()
     if role == "before":
         cause = (
             "B starts {+1} times as far from what it is sent (0: a local initialisation is "

@@ -81,7 +81,8 @@ class Replay:
 
     def _changes(self, number: int) -> str:
         """Return which versions and which processor of a run differ here; "" if none do."""
-        stored, present = self._stored(number, "environment"), environment()
+        stored = self._stored(number, "environment")
+        present = environment()
         changes = version_changes(stored | {"threads": present["threads"]}, present)
         if stored.get("processor") != present["processor"]:
             changes = (
@@ -145,7 +146,8 @@ class Replay:
         """Return what differs of the task of a run, `split` or `start`. Raise `InvalidValue` where
         its data do.
         """
-        stored, present = self._stored(number, "task").get("digests") or {}, task_digests(task)
+        stored = self._stored(number, "task").get("digests") or {}
+        present = task_digests(task)
         differing = [name for name in present if name in stored and stored[name] != present[name]]
         if "data" in differing:
             raise InvalidValue(f"{task.dataset.name}: the data differ from the bundle's data")
@@ -167,13 +169,15 @@ class Replay:
             [final_figure(self._paths(number)[k], metric) for number in numbers] for k in (0, 1)
         )
         spread = 2 * stdev(here) if len(numbers) > 1 else 0.0
-        worst, detail = 0, ""
+        worst = 0
+        detail = ""
         for number, a, b in zip(numbers, bundled, here, strict=True):
             rank, figure, location = outcome(*self._paths(number))
             if figure and 0 < spread >= abs(b - a) and self._changes(number):
                 rank = 2
             if rank > worst:
-                worst, detail = rank, one_line("; ".join(filter(None, (figure, location))))
+                worst = rank
+                detail = one_line("; ".join(filter(None, (figure, location))))
         return ReplayedCell(
             setting,
             self._shown(algorithm, numbers[0]),

@@ -41,7 +41,8 @@ class Trace(dict[Key, Array]):
     """
 
     def __init__(self, folder: Path) -> None:
-        path, self.clients = folder / "recorded.jsonl", dict[int, list[str]]()
+        path = folder / "recorded.jsonl"
+        self.clients = dict[int, list[str]]()
         try:
             for line in (line for line in RoundLog(path).read() if line["values"].get("steps")):
                 self.clients[line["round"]] = [
@@ -72,10 +73,8 @@ class Trace(dict[Key, Array]):
         """Return the tensor before it moved to where it is; None where that is not known."""
         if key.role == "after":
             return self.get(key._replace(role="before"))
-        number, client = (
-            key.round,
-            self.clients[key.round][0] if key.client == "server" else key.client,
-        )
+        number = key.round
+        client = self.clients[key.round][0] if key.client == "server" else key.client
         if key.stage == "in":
             number = max((number for number in self.clients if number < key.round), default=0)
             client = self.clients.get(number, [""])[0]

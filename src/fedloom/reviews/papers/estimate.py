@@ -51,7 +51,8 @@ def estimate(plan: ReproducePlan, threads: int) -> dict[str, list[Cost]]:
     """
     costs: dict[str, list[Cost]] = {}
     for job in plan.waiting(fresh=False):
-        configuration, training = job.configuration, job.configuration.training
+        configuration = job.configuration
+        training = job.configuration.training
         data = _facts(configuration.data.name)
         kind = (training.batch_size or 50, training.augmentation, training.optimizer)
         step = _timed(configuration.model, data.spec, *kind, threads)
@@ -67,7 +68,8 @@ def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: fl
     Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean; an
     evaluation only passes forward.
     """
-    schedule, training = configuration.schedule, configuration.training
+    schedule = configuration.schedule
+    training = configuration.training
     clients = configuration.data.clients or 180  # natural clients: FEMNIST's writers
     local_test = configuration.data.local_test
     total = data.train + (data.test if configuration.data.merge else 0)
@@ -143,7 +145,8 @@ def _facts(name: str) -> DataFacts:
     """Return shape and sizes of the data: of the papers' sets from the table of facts, of any
     different data from themselves.
     """
-    data_facts, call = FACTS.get(data_of(name)), parse(name)
+    data_facts = FACTS.get(data_of(name))
+    call = parse(name)
     if data_facts is None:
         data = make_dataset(name)
         return DataFacts(data.name, data.spec, len(data.train), len(data.test))

@@ -47,7 +47,8 @@ def lines(
     """Return every chosen cell with the figures of its finished runs."""
     results = []
     for cell in plan.cells:
-        jobs, baseline = plan.jobs_of(cell), plan.jobs_of(cell.baseline) if cell.baseline else []
+        jobs = plan.jobs_of(cell)
+        baseline = plan.jobs_of(cell.baseline) if cell.baseline else []
         needed = list(dict.fromkeys(job.name for job in (*jobs, *baseline)))
         reason = next((failed[name] for name in needed if name in failed), "")
         runs, base = (

@@ -49,7 +49,8 @@ def exhibit(name: str) -> Exhibit:
     """Return the table or figure called `fedumf.table-a2`. Raises `InvalidValue` for one with
     nothing to run, or unknown.
     """
-    entries, nothing = exhibits(), not_run()
+    entries = exhibits()
+    nothing = not_run()
     if name in nothing:
         raise InvalidValue(f"{name} is {nothing[name]}: nothing to run")
     if name not in entries:

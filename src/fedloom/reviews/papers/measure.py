@@ -45,7 +45,8 @@ def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
 
     None when there is no run, or no figure of the kind in them.
     """
-    kind, by_seed = cell.measure.kind, {run.seed: run for run in base}
+    kind = cell.measure.kind
+    by_seed = {run.seed: run for run in base}
     if kind == "weights":
         return Measured(float(_weights(cell)))
     if kind == "speedup":
@@ -71,11 +72,9 @@ def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
 
 def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> float | None:
     """Return the value of one run; None where it has none, or has not reached its target."""
-    kind, target, baseline = (
-        cell.measure.kind,
-        (cell.measure.target or 0.0) / 100,
-        base.get(run.seed),
-    )
+    kind = cell.measure.kind
+    target = (cell.measure.target or 0.0) / 100
+    baseline = base.get(run.seed)
     match kind:
         case "rounds":
             return (
@@ -97,7 +96,8 @@ def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> 
         case "minutes":
             return _minutes(run)
         case "slower":
-            minutes, baselines = _minutes(run), list(filter(None, map(_minutes, base.values())))
+            minutes = _minutes(run)
+            baselines = list(filter(None, map(_minutes, base.values())))
             return minutes / statistics.fmean(baselines) if minutes and baselines else None
         case "total":
             return _total(run)
@@ -155,11 +155,13 @@ def crossing(run: RunSummary, target: float) -> float | None:
     evaluations, crosses `target`; None if it never does. The line to the first evaluation begins at
     round 0 and accuracy 0.
     """
-    highest, last_round = 0.0, 0
+    highest = 0.0
+    last_round = 0
     for number, accuracy in figures.by_round(run, run.metric.name).items():
         if accuracy >= target:
             return last_round + (number - last_round) * (target - highest) / (accuracy - highest)
-        highest, last_round = max(highest, accuracy), number
+        highest = max(highest, accuracy)
+        last_round = number
     return None
 
 
@@ -174,7 +176,8 @@ def _best_joining(run: RunSummary) -> float | None:
     joining = {int(record["round"]): set(record["clients"]) for record in run.records}
     means = []
     for line in run.clients:
-        table, clients = line.get("personal"), joining.get(int(line["round"]) + 1, set())
+        table = line.get("personal")
+        clients = joining.get(int(line["round"]) + 1, set())
         lines = (
             []
             if table is None
@@ -204,7 +207,8 @@ def _total(run: RunSummary) -> float | None:
 
 
 def _models(run: RunSummary, cell: PaperCell) -> float:
-    record, name = run.records[-1], str(run.configuration["data"]["name"])
+    record = run.records[-1]
+    name = str(run.configuration["data"]["name"])
     data = parse(cell.setting.data).name
     # a stand-in may differ
     spec = FACTS[data].spec if name.startswith(("part", data)) else make_dataset(name).spec

@@ -225,7 +225,8 @@ class Paper:
         ]
         fields: dict[str, Any] = dict(self.setting)
         fields |= {name: words[name] for name in self.as_printed if words.get(name) is not None}
-        methods, method = dict(self.methods), words["method"]
+        methods = dict(self.methods)
+        method = words["method"]
         name = " ".join(change.label for change in values if change.label)
         described = {**words, "setting": name, "alone": method.partition("+")[0]}
         for change in (*values, *rules, Change("", own.setting, own.methods)):
@@ -252,7 +253,8 @@ class Paper:
         baseline = cell.baseline.format(**described)
         if described.get(cell.needs) is None or baseline == run.row:
             return
-        value, divisor = described.get(cell.printed, ""), 1
+        value = described.get(cell.printed, "")
+        divisor = 1
         if cell.relative:
             divisor = next(
                 line[cell.printed] for line in combinations if line["method"] == baseline

@@ -169,7 +169,9 @@ def _configured(
     departures += (
         [f"{len(seeds)} of {len(setting.seeds)} seeds"] if len(seeds) < len(setting.seeds) else []
     )
-    table, call, name = setting.table(rounds), parse(setting.data), data_of(setting.data)
+    table = setting.table(rounds)
+    call = parse(setting.data)
+    name = data_of(setting.data)
     if folder := options.folders.get(family(name)):
         call = replace(call, named={**call.named, "folder": folder})
     if options.samples is not None and FACTS[name].files:

@@ -74,7 +74,9 @@ def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:
 
 
 def _plain(exhibit: str, line: CellResult) -> dict[str, object]:
-    cell, result, printed = line.cell, line.result, line.cell.printed
+    cell = line.cell
+    result = line.result
+    printed = line.cell.printed
     return {
         "exhibit": exhibit,
         **{name: getattr(cell, name) for name in ("column", "row", "algorithm")},
@@ -99,8 +101,10 @@ def cells_of(line: CellResult) -> list[str]:
     """Return method, printed and measured figure, difference, the same in standard deviations, and
     status.
     """
-    measure, result = line.cell.measure, line.result
-    by, deviating = difference(result, line.cell.printed), deviations(result, line.cell.printed)
+    measure = line.cell.measure
+    result = line.result
+    by = difference(result, line.cell.printed)
+    deviating = deviations(result, line.cell.printed)
     return [
         line.cell.row,
         printed_text(line.cell.printed, measure),

@@ -62,7 +62,8 @@ class MLflow:
 
         for name, value in _LIMITS.items():
             os.environ.setdefault(name, value)
-        self._run, self._waiting = run, list[Any]()
+        self._run = run
+        self._waiting = list[Any]()
         self._sent = time.monotonic()
         # Processes must not make the same new database or experiment at the same time.
         file = Path(tempfile.gettempdir()) / f"fedloom-mlflow-{os.getuid()}.lock"
@@ -114,7 +115,8 @@ class MLflow:
     @_without_warnings()
     def _send(self) -> None:
         """Send one request, which MLflow takes as a whole or not at all."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         if waiting:
             self._client.log_batch(self._id, metrics=waiting)
         self._sent = time.monotonic()

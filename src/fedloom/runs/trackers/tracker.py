@@ -86,7 +86,8 @@ def build_tracker(expression: str | Tracker) -> Tracker:
     head, bracket, arguments = expression.partition("(")
     if ":" not in head:
         return cast(Tracker, trackers.build(expression))
-    make, call = found_at(head.strip(), "tracker"), parse(f"own{bracket}{arguments}")
+    make = found_at(head.strip(), "tracker")
+    call = parse(f"own{bracket}{arguments}")
     named = {name: plain(value) for name, value in call.named.items()}
     try:
         tracker = make(*map(plain, call.positional), **named)
@@ -125,7 +126,8 @@ class Tracking:
         self._trackers = {
             _name(tracker, k): build_tracker(tracker) for k, tracker in enumerate(expressions)
         }
-        self._directory, self._notify = directory, notify
+        self._directory = directory
+        self._notify = notify
         self._state: dict[str, Any] = {"token": uuid.uuid4().hex, "latest": {}}
         self._result: Mapping[str, float] | None = None
 
@@ -178,7 +180,8 @@ class Tracking:
 
     def record(self, record: Record, timing: Record) -> None:
         """Pass a round on to the trackers that have not recorded it."""
-        number, latest = int(record["round"]), self._state["latest"]
+        number = int(record["round"])
+        latest = self._state["latest"]
         faults = len(record.get("faults", ()))
         figures = _numbers({**record, "faults": faults, **timing, "round": None})
         for name in [name for name in self._trackers if latest.get(name, 0) < number]:
