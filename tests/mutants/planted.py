@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "methods count rounds from the start of the run, not of their stage",
-        "records.py",
+        "algorithm/records.py",
         "return number - self.first_round",
         "return number - 1",
         ("parts/test_stages.py",),

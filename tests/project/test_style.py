@@ -11,9 +11,9 @@ from style_counter import Style, prose_of, style_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TOKENS_PER_LINE = 9.3
-LONG_LINES = 0.003
-"""Share of lines with more than 100 columns: tables and links."""
+TOKENS_PER_LINE = 9.2
+LONG_LINES = 9
+"""Lines with more than 100 columns: tables and templates of the report."""
 
 
 @cache
@@ -25,7 +25,7 @@ def style_of_source() -> Style:
 def test_the_code_is_not_dense() -> None:
     style = style_of_source()
     assert style.tokens_per_line <= TOKENS_PER_LINE
-    assert style.long_lines <= LONG_LINES * style.lines
+    assert style.long_lines <= LONG_LINES
 
 
 @pytest.mark.parametrize(

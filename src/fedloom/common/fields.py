@@ -260,10 +260,12 @@ def _bounds(hint: Any) -> dict[str, float]:
 def _range(bounds: Mapping[str, float]) -> str:
     low = bounds.get("gt", bounds.get("ge"))
     high = bounds.get("lt", bounds.get("le"))
-    below = "" if high is None else f"less than {high:g}" if "lt" in bounds else f"at most {high:g}"
-    above = (
-        "" if low is None else f"greater than {low:g}" if "gt" in bounds else f"at least {low:g}"
-    )
+    below = ""
+    above = ""
+    if high is not None:
+        below = f"less than {high:g}" if "lt" in bounds else f"at most {high:g}"
+    if low is not None:
+        above = f"greater than {low:g}" if "gt" in bounds else f"at least {low:g}"
     if not below or not above or high == LARGEST:
         return " and ".join(filter(None, (above, below)))
     if "ge" in bounds and "le" in bounds:

@@ -141,10 +141,14 @@ class _Autocast(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kind = self.kind if func in _SHORT else torch.float32 if func in _LONG else None
-        if kind is None:
+        if func in _SHORT:
+            source = torch.float32
+            kind = self.kind
+        elif func in _LONG:
+            source = self.kind
+            kind = torch.float32
+        else:
             return func(*args, **(kwargs or {}))
-        source = torch.float32 if func in _SHORT else self.kind
         args, kwargs = tree_map_only(
             Tensor, lambda t: t.to(kind) if t.dtype == source else t, (args, kwargs or {})
         )

@@ -112,14 +112,11 @@ def write(
         targets = sorted({cell.measure.target / 100 for cell in plan.cells if cell.measure.target})
         left_out = f" ({'; '.join(plan.reasons)})" if plan.reasons else ""
         # The page begins with the section that has the figure; for tables with the usual one.
-        classes = any(cell.measure.kind == "classes" for cell in plan.cells)
-        opening = (
-            "clients"
-            if classes
-            else "recorded"
-            if any(cell.setting.record for cell in plan.cells)
-            else ""
-        )
+        opening = ""
+        if any(cell.measure.kind == "classes" for cell in plan.cells):
+            opening = "clients"
+        elif any(cell.setting.record for cell in plan.cells):
+            opening = "recorded"
         page = render(
             title(plan) + left_out, runs, targets, command, opening=opening, by=judged(plan.cells)
         )

@@ -97,6 +97,10 @@ def _plain(exhibit: str, line: CellResult) -> dict[str, object]:
     }
 
 
+def _with_sign(deviations: float) -> str:
+    return f"{deviations:+,.0f}" if abs(deviations) >= 100 else f"{deviations:+.1f}"
+
+
 def cells_of(line: CellResult) -> list[str]:
     """Return method, printed and measured figure, difference, the same in standard deviations, and
     status.
@@ -110,11 +114,7 @@ def cells_of(line: CellResult) -> list[str]:
         printed_text(line.cell.printed, measure),
         "" if result is None else measured_text(result, measure),
         "" if by is None else f"{by:+{_digits(measure, by)}}",
-        ""
-        if deviating is None
-        else f"{deviating:+,.0f}"
-        if abs(deviating) >= 100
-        else f"{deviating:+.1f}",
+        "" if deviating is None else _with_sign(deviating),
         line.status,
     ]
 
