@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.algorithm.method import Method, algorithms
-from fedloom.common.registry import Entry
+from fedloom.common.registry import RegistryEntry
 from fedloom.parts.families import FAMILIES, family_of
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -89,14 +89,14 @@ def _docstring(node: ast.AST) -> range:
     return _span(statement) if is_text and statement is not None else range(0)
 
 
-def length(entry: Entry[type[Method]]) -> int:
+def length(entry: RegistryEntry[type[Method]]) -> int:
     """Return the lines of code of a registered method."""
     return code_lines(
         Path(inspect.getfile(entry.make)).read_text(encoding="utf-8"), entry.make.__name__
     )
 
 
-def lengths() -> Iterator[tuple[str, Entry[Any], int]]:
+def lengths() -> Iterator[tuple[str, RegistryEntry[Any], int]]:
     """Yield each method's family, its entry and its lines, family by family, the shortest first."""
     for family in FAMILIES:
         counted = [(length(entry), entry) for entry in algorithms if family_of(entry) == family]

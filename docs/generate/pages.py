@@ -27,7 +27,7 @@ from fedloom.algorithm.method import Method, algorithms
 from fedloom.cli.catalog import signature
 from fedloom.common.expression import show
 from fedloom.common.fields import LARGEST_COUNT
-from fedloom.common.registry import Entry, Registry
+from fedloom.common.registry import Registry, RegistryEntry
 from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
@@ -133,7 +133,7 @@ def _page_link(link: re.Match[str], folder: Path) -> str:
     )
 
 
-def family(name: str) -> list[Entry[type[Method]]]:
+def family(name: str) -> list[RegistryEntry[type[Method]]]:
     """Return the methods of a family, by name."""
     if name not in FAMILIES:
         raise KeyError(f"there is no family of methods called {name!r}")
@@ -191,7 +191,7 @@ def table_of_moments() -> str:
 class Doc:
     """The parts of an entry's docstring."""
 
-    def __init__(self, entry: Entry[Any]) -> None:
+    def __init__(self, entry: RegistryEntry[Any]) -> None:
         text, _, when = entry.text.partition("\nUse it ")
         self.when = f"Use it {' '.join(when.split())}" if when else ""
         source = re.search(r"\s*\bSource: (.+?)(?:\n\n|\Z)", text, flags=re.S)
@@ -202,7 +202,7 @@ class Doc:
         ]
 
 
-def described(entry: Entry[Any]) -> str:
+def described(entry: RegistryEntry[Any]) -> str:
     """Return the section of a page about one entry."""
     doc = Doc(entry)
     lines = [f"## {entry.name} {{#{entry.name}}}", f"**{typeset(doc.summary, entry.parameters)}**"]
@@ -229,7 +229,7 @@ def _wrapped(name: str, parameters: Iterable[str]) -> str:
     return f"{name}(\n" + "".join(f"    {parameter},\n" for parameter in parameters) + ")"
 
 
-def _parameters(entry: Entry[Any]) -> str:
+def _parameters(entry: RegistryEntry[Any]) -> str:
     hints = get_type_hints(entry.make, include_extras=True)
     lines = ["| parameter | default | takes | meaning |", "| --- | --- | --- | --- |"]
     for name, parameter in entry.parameters.items():

@@ -90,6 +90,7 @@ from .rounds.clock import Clock as Clock
 from .rounds.federation import Federation as Federation
 from .rounds.schedule import Schedule as Schedule
 from .rounds.schedule import Stop as Stop
+from .runs.entry import Entry as Entry
 from .runs.result import Result as Result
 from .runs.run import run as run
 from .serving.artifact import load_model as load_model

@@ -23,7 +23,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.statistics import accumulated_weights, momentum_gain
 from fedloom.common.errors import InvalidValue
 from fedloom.common.fields import type_hints
-from fedloom.common.registry import Entry
+from fedloom.common.registry import RegistryEntry
 from fedloom.common.round import Round
 from fedloom.common.training import Training
 from fedloom.engines.rows import RowsEngine
@@ -289,7 +289,7 @@ def test_values_that_are_not_allowed_are_named(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("entry", list(algorithms), ids=lambda entry: entry.name)
 def test_no_method_takes_a_number_that_single_precision_cannot_hold(
-    entry: Entry[type[Algorithm]],
+    entry: RegistryEntry[type[Algorithm]],
 ) -> None:
     needed: dict[str, Any] = {"stages": {"stages": [(FedAvg(), None)]}}.get(
         entry.name, {"method": FedAvg(weighted=False)}

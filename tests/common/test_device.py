@@ -18,7 +18,7 @@ from every_method import EVERY_METHOD, EVERYBODY, WRAPPERS
 from fedloom.algorithm.records import INTEGERS, Plan, Replies
 from fedloom.common.device import find_device, moved, moved_back, present
 from fedloom.common.errors import InvalidValue
-from fedloom.common.registry import Entry
+from fedloom.common.registry import RegistryEntry
 from fedloom.common.round import Round
 from fedloom.common.training import Training
 from fedloom.engines.base import engines
@@ -509,7 +509,7 @@ def test_the_rule_is_told_that_recorders_hook_training(
         return RowsEngine(task)
 
     monkeypatch.setattr("fedloom.engines.choose.by_rule", by_rule)
-    monkeypatch.setitem(engines._entries, "default", Entry("default", by_rule))
+    monkeypatch.setitem(engines._entries, "default", RegistryEntry("default", by_rule))
     task = make_task("digits", clients=4, partition="iid", model="logistic", local_test=0.25)
     cases: tuple[tuple[list[str], str, bool], ...] = (
         (["ala(client=3)"], "fedala", True),

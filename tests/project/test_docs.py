@@ -20,7 +20,7 @@ import yaml
 from fedloom.algorithm import Algorithm, Facts, algorithms, name_of
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.cli import app, main
-from fedloom.common.registry import Entry
+from fedloom.common.registry import RegistryEntry
 from fedloom.engines.choose import require_engine_on
 from fedloom.models import models
 from fedloom.parts.building import build
@@ -39,7 +39,7 @@ lengths = __import__("lengths")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-def shipped() -> list[Entry]:
+def shipped() -> list[RegistryEntry]:
     """Return the methods of fedloom without the methods that other tests register."""
     return [entry for entry in algorithms if entry.make.__module__.startswith("fedloom.")]
 
@@ -331,7 +331,7 @@ def test_the_args_of_a_docstring_describe_the_parameters() -> None:
             ValueError: If it fails.
         """
 
-    entry: Entry[Any] = Entry("train", train)
+    entry: RegistryEntry[Any] = RegistryEntry("train", train)
     assert entry.text == "Train a model.\n\nUse it often."
     assert entry.arguments == {
         "epochs": "Passes over the data, at least one.",

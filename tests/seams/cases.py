@@ -12,7 +12,7 @@ from typing import Any
 
 from fedloom.algorithm.method import Method, algorithms
 from fedloom.common.errors import InvalidValue
-from fedloom.common.registry import Entry
+from fedloom.common.registry import RegistryEntry
 from fedloom.rounds.clock import Clock
 from fedloom.task import Task
 from seams.setting import Change, LossyEngine, federation, proof_of, small_task
@@ -95,7 +95,7 @@ EVERYBODY = ("fedamp", "apple", "afl", "cfl", "private(")
 """Methods that need all clients in each round or Poisson sampling."""
 
 
-def needs_method(entry: Entry[type[Method]]) -> bool:
+def needs_method(entry: RegistryEntry[type[Method]]) -> bool:
     """Return True for a part that requires another method as an argument."""
     given = {"method", "stages"} & entry.parameters.keys()
     return any(entry.parameters[name].default is inspect.Parameter.empty for name in given)

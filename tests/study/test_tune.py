@@ -322,7 +322,7 @@ def test_the_command_prints_its_trials_and_the_next_command(
     out, progress = capsys.readouterr()
     assert progress == ""
     assert max(map(len, out.splitlines()[:8])) <= 80
-    assert "accuracy of the last 10 evaluations on validation data" in " ".join(out.split())
+    assert "mean accuracy of the last evaluation on validation data" in " ".join(out.split())
     with Path("runs/job/tune/trials.csv").open() as file:
         lines = list(csv.DictReader(file))
     best = max(lines, key=lambda line: float(line["validation"]))
@@ -399,7 +399,7 @@ def test_python_searches_as_the_command_does(tmp_path: Path) -> None:
     assert [trial.changes for trial in result.trials] == [trial.changes for trial in trials]
     assert [trial.values for trial in result.trials] == [trial.values for trial in trials]
     assert result.best.changes == best_of(trials).changes
-    assert str(result.method) == best_of(trials).algorithm
+    assert str(result.method.algorithm) == best_of(trials).algorithm
     for trial, same in zip(result.trials, trials, strict=True):
         for path, other in zip(run_folders(trial), run_folders(same), strict=True):
             assert path.relative_to(tmp_path / "python") == other.relative_to(tmp_path / "command")
@@ -494,7 +494,7 @@ def test_own_methods_are_searched(method: Any) -> None:
     )
     assert len(result.trials) == 5
     assert result.best.changes["algorithm.step"] == 1.0
-    best = result.method
+    best = result.method.algorithm
     assert isinstance(best, Partly)
     assert best.step == 1.0
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fedloom.common.plugins import VARIABLE
 
 if TYPE_CHECKING:
-    from fedloom.common.registry import Entry
+    from fedloom.common.registry import RegistryEntry
 
 Entries = dict[str, dict[str, Any]]
 """Entries by name.
@@ -157,7 +157,7 @@ def _groups(kind: str) -> dict[str, str]:
     return groups
 
 
-def signature(entry: Entry[Any]) -> list[str]:
+def signature(entry: RegistryEntry[Any]) -> list[str]:
     """Return each parameter with its default, in the form of a configuration."""
     if getattr(entry.make, "variadic", False):
         return ["method:last round, ..., method"]

@@ -27,8 +27,10 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
         configuration = load(Path(subject), overrides or [])
         if not configuration.methods:
             raise InvalidValue("no method to check: give algorithm=..., such as algorithm=fedmr")
-        task = configuration.task(configuration.seed)
-        results = [examine(method, task) for method in configuration.methods]
+        results = []
+        for name in configuration.methods:
+            task = configuration.of(name).task(configuration.seed)
+            results.append(examine(str(configuration.method(name)), task))
     elif overrides:
         raise InvalidValue(
             f"{overrides[0]!r} changes a configuration, but {subject!r} is a method: give a "

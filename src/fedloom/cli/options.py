@@ -55,6 +55,9 @@ Overrides = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start again, also after a finished run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result, no progress.")]
+Trials = Annotated[
+    int | None, option(metavar="N", help="Number of trials; a grid is sampled at random.")
+]
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
 Places = Annotated[

@@ -1,5 +1,7 @@
 """`fedloom run` and `fedloom compare`."""
 
+from __future__ import annotations
+
 from functools import cache
 from shutil import get_terminal_size
 from textwrap import fill
@@ -7,12 +9,29 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.options import File, Fresh, Overrides, Quiet, require_finished, shown, this_command
+from fedloom.cli.options import (
+    File,
+    Fresh,
+    Overrides,
+    Quiet,
+    Trials,
+    require_finished,
+    shown,
+    this_command,
+)
+from fedloom.cli.tuning import tuned_plan
 
 Verbose = Annotated[
     bool,
     typer.Option(
         "--verbose", help="Print the speed of training relative to a large matrix product."
+    ),
+]
+
+Tuned = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tune", metavar="KEY=VALUES", help="Tune each method first: a key with its values."
     ),
 ]
 
@@ -41,7 +60,9 @@ def run(
 
     configuration = load(file, overrides or [])
     algorithm = configuration.only_method("run")
-    name = RunName(str(parse(algorithm)), configuration.seed)
+    configuration = configuration.of(algorithm)
+    label = algorithm if configuration.labelled(algorithm) else str(parse(algorithm))
+    name = RunName(label, configuration.seed)
     path = run_directory(configuration, algorithm, configuration.seed).path
     make_task = cache(configuration.task)
     with shown(1, configuration.rounds, quiet) as (watch, stopped):
@@ -65,23 +86,31 @@ def run(
 
 
 def compare(
-    file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False
+    file: File,
+    overrides: Overrides = None,
+    tune: Tuned = None,
+    trials: Trials = None,
+    fresh: Fresh = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compare methods, in several settings and over several seeds, on the same data.
 
     FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as seeds=[0,1,2] or
     rounds=50, and settings.KEY=[...] compares in several settings, such as
     settings.data.partition=[iid,dirichlet(0.1)]. Every method has the same clients, samples and
-    initial models. After an interruption, the same command continues; with more rounds=..., it
-    lengthens the runs, finished or not.
+    initial models. [[methods]] gives a method settings of its own. --tune
+    training.learning_rate=[0.01,0.1] first tunes each method on validation data, with the same
+    number of trials; a parameter such as mu is tuned for the methods that have it. After an
+    interruption, the same command continues; with more rounds=..., it lengthens the runs, finished
+    or not.
     """
     from fedloom.cli.terminal import print_tables
     from fedloom.report.conclusions import conclusions
-    from fedloom.runs.config_file import load
     from fedloom.study.comparison import Comparison
     from fedloom.study.cores import threads_each
 
-    comparison = Comparison.of(load(file, overrides or []), this_command()).side_by_side
+    plan = tuned_plan(file, overrides, tune or [], trials, quiet)
+    comparison = Comparison.of(plan, this_command()).side_by_side
     configuration = comparison.configuration
     runs = len(comparison.names)
     with shown(runs, comparison.rounds, quiet) as (watch, stopped):

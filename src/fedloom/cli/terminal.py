@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.report.cells import best_cells
+from fedloom.report.method_settings import settings_table, tuning_notes
 from fedloom.report.sheet import Sheet, caption, explained, faults_in, overall, reading
 from fedloom.survey import column_statistics
 
@@ -30,13 +31,17 @@ def print_tables(sheets: Sequence[Sheet]) -> None:
             console.print(table)
         if text := faults_in(sheet):
             console.print(text)
+        if (settings := settings_table(sheet)) is not None:
+            console.print(Text("settings of each method"))
+            for table in _fitting(settings, console.width - _SHORTEST - 2):
+                console.print(table)
     if len(sheets) > 1:
         console.print(Text("\nall settings", "bold"))
         for table in overall_tables(sheets, console.width):
             console.print(table)
     elif sheets and sheets[0].tests[sheets[0].measure]:
         console.print(*difference_tables(sheets[0], console.width), sep="\n")
-    for text in (*explained(sheets), *reading(sheets)):
+    for text in (*explained(sheets), *tuning_notes(sheets), *reading(sheets)):
         console.print(Text(text))
 
 

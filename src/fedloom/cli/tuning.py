@@ -1,20 +1,27 @@
-"""`fedloom tune`."""
+"""`fedloom tune`, and the searches of `fedloom compare --tune`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import File, Overrides, Quiet, option, shown
+from fedloom.cli.options import File, Overrides, Quiet, Trials, shown
+from fedloom.common.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from fedloom.runs.configuration import Configuration
+    from fedloom.runs.progress import Display, Show
+
+_EXAMPLE = "training.learning_rate=[0.01,0.1]"
 
 Searched = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUES", help="A key with a list or range of values."),
-]
-Trials = Annotated[
-    int | None, option(metavar="N", help="Number of trials; a grid is sampled at random.")
 ]
 Optuna = Annotated[
     bool, typer.Option("--optuna", help="Let Optuna suggest the trials, 20 by default.")
@@ -62,3 +69,32 @@ def tune(
         result = run_search(space, show, trials, optuna, test)
         Console(highlight=False).print(shown_table(result.shown))
         print("\n".join(result.notes))
+
+
+def tuned_plan(
+    file: Path, overrides: Overrides, tune: Sequence[str], trials: int | None, quiet: bool
+) -> Configuration:
+    """Return the configuration of a comparison, after the searches of its methods."""
+    from fedloom.runs.config_file import configuration, put, read_table
+    from fedloom.study.tuned_comparison import tune_methods
+
+    table = read_table(file, overrides or [])
+    plan = configuration(table)
+    if not tune:
+        if trials is not None:
+            raise InvalidValue(f"--trials {trials} needs --tune, such as --tune '{_EXAMPLE}'")
+        return plan
+    searched: dict[str, Any] = {}
+    for text in tune:
+        put(searched, text, _EXAMPLE)
+
+    def progress_of(title: str, rounds: int) -> Show:
+        @contextmanager
+        def show(runs: int) -> Iterator[tuple[Display, Callable[[], bool]]]:
+            with shown(runs, rounds, quiet) as (watch, stopped):
+                watch.line(f"{title}: {runs} runs")
+                yield watch, stopped
+
+        return show
+
+    return tune_methods(table, plan, searched, trials, progress_of)

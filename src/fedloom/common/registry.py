@@ -36,7 +36,7 @@ def _docstring(make: Any) -> tuple[str, dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
+class RegistryEntry(Generic[T]):
     """A registered name and the callable that makes its object."""
 
     name: str
@@ -116,7 +116,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self.packages = packages
         self.argument = argument
-        self._entries: dict[str, Entry[T]] = {}
+        self._entries: dict[str, RegistryEntry[T]] = {}
         self._imported = False
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
@@ -126,12 +126,12 @@ class Registry(Generic[T]):
             entry = self._entries.get(name)
             if entry is not None and entry.make is not make:
                 raise InvalidValue(f"two {self.kind}s are named {name!r}")
-            self._entries[name] = Entry(name, cast(T, make))
+            self._entries[name] = RegistryEntry(name, cast(T, make))
             return make
 
         return add
 
-    def __getitem__(self, name: str) -> Entry[T]:
+    def __getitem__(self, name: str) -> RegistryEntry[T]:
         """Return the entry called `name`; raise `UnknownName` with the most similar name."""
         self._import_all()
         if name not in self._entries:
@@ -142,12 +142,12 @@ class Registry(Generic[T]):
         self._import_all()
         return name in self._entries
 
-    def __iter__(self) -> Iterator[Entry[T]]:
+    def __iter__(self) -> Iterator[RegistryEntry[T]]:
         """Iterate over all entries by name, except those registered by a path, `module:Class`."""
         self._import_all()
         return iter(self._entries[name] for name in sorted(self._entries) if ":" not in name)
 
-    def of(self, make: object) -> Entry[T] | None:
+    def of(self, make: object) -> RegistryEntry[T] | None:
         """Return the entry of a function or class; None if it is not registered."""
         self._import_all()
         return next((entry for entry in self._entries.values() if entry.make is make), None)
@@ -170,7 +170,7 @@ class Registry(Generic[T]):
         """Make the object of an expression; None for the expression `none`."""
         return None if expression.strip().lower() == "none" else self.build(expression)
 
-    def read(self, expression: str | Call) -> tuple[Entry[T], dict[str, Any]]:
+    def read(self, expression: str | Call) -> tuple[RegistryEntry[T], dict[str, Any]]:
         """Return the entry of an expression and its checked options.
 
         Raises:

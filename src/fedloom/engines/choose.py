@@ -8,7 +8,7 @@ from fedloom.algorithm.method import Method
 from fedloom.common.device import require_device
 from fedloom.common.errors import InvalidValue
 from fedloom.common.expression import Call, parse
-from fedloom.common.registry import Entry
+from fedloom.common.registry import RegistryEntry
 from fedloom.engines.base import Choice, LocalEngine, engines
 from fedloom.engines.dispatch import CannotSend
 from fedloom.engines.processes.parent import ProcessesEngine
@@ -66,7 +66,7 @@ def make_engine(
     return engine
 
 
-def read_engine(text: str, **options: Any) -> tuple[Entry[Any], dict[str, Any]]:
+def read_engine(text: str, **options: Any) -> tuple[RegistryEntry[Any], dict[str, Any]]:
     """Parse the name of an engine.
 
     Args:

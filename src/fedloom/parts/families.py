@@ -7,7 +7,7 @@ from fedloom.algorithm import DEPLOYMENT, Algorithm, overrides
 from fedloom.algorithm.method import Method
 from fedloom.algorithms.fedmr import Indep
 from fedloom.algorithms.fedmut import FedMut
-from fedloom.common.registry import Entry
+from fedloom.common.registry import RegistryEntry
 from fedloom.parts.fedmr_async import FedMRAsync
 from fedloom.parts.hooks import Part
 
@@ -20,7 +20,7 @@ FAMILIES = {
 """Title of each family, by name."""
 
 
-def family_of(entry: Entry[type[Method]]) -> str:
+def family_of(entry: RegistryEntry[type[Method]]) -> str:
     """Return the name of a method's family. Parts that need an inner method are in `composing`."""
     make: Any = entry.make
     for name in {"method", "stages"} & entry.parameters.keys():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedloom.report.cells import best_cells
+from fedloom.report.method_settings import settings_table, tuning_notes
 from fedloom.report.sheet import (
     NOT_SIGNIFICANT,
     T_TEST_ONLY,
@@ -160,7 +161,11 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
         blocks += map(_markdown, sheet.halves())
         heading, differences = sheet.differences
         blocks += [f"{heading}:\n", _markdown(differences)] if heading else []
-    blocks += [f"{text}\n" for text in (*explained(sheets), *reading(sheets))]
+        settings = settings_table(sheet)
+        blocks += [] if settings is None else ["Settings of each method:\n", _markdown(settings)]
+    blocks += [
+        f"{text}\n" for text in (*explained(sheets), *tuning_notes(sheets), *reading(sheets))
+    ]
     return "\n".join(blocks)
 
 

@@ -27,6 +27,7 @@ from fedloom.report.conclusions import conclusions
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, styles
+from fedloom.report.method_settings import settings_table, tuning_notes
 from fedloom.report.sheet import Criterion, Sheet, caption, explained, faults_in, overall, reading
 from fedloom.report.summary import (
     LAST,
@@ -133,7 +134,13 @@ def render(
         several=len(sheet.rows) > 1,
         conclusions=conclusions([sheet]),
         tables=sheet.halves(),
-        captions=[*explained([sheet]), _sentence(faults_in(sheet)), *reading([sheet])],
+        settings=settings_table(sheet),
+        captions=[
+            *explained([sheet]),
+            *tuning_notes([sheet]),
+            _sentence(faults_in(sheet)),
+            *reading([sheet]),
+        ],
         differences=sheet.differences,
         figures=sections,
         axes={x: x.capitalize() + "s" * (x == "round") for x in axes},
@@ -169,7 +176,7 @@ def render_overview(
             *_cost_tiles(runs),
         ],
         table=overall(sheets),
-        captions=[caption(sheets), *explained(sheets)[:1], *reading(sheets)],
+        captions=[caption(sheets), *explained(sheets)[:1], *tuning_notes(sheets), *reading(sheets)],
         pages=[(sheet.setting, pages[sheet.setting], faults_in(sheet)) for sheet in sheets],
         figures=drawn,
     )

@@ -41,6 +41,7 @@ from fedloom.report.summary import (
     summarise,
     target_key,
 )
+from fedloom.report.tuning_choice import TuningChoice
 from fedloom.report.units import byte_text, time_text
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Sheet:
     measure: str = "last"
     setting: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
+    tuning: Mapping[str, TuningChoice] = field(default_factory=dict)  # of methods that were tuned
 
     @cached_property
     def _groups(self) -> dict[str, list[RunSummary]]:

@@ -14,6 +14,7 @@ from fedloom.models import models
 from fedloom.objectives.custom import build_objective
 from fedloom.report.summary import TO_TARGET
 from fedloom.runs.configuration import Configuration
+from fedloom.runs.entry import named
 from fedloom.runs.trackers.tracker import build_tracker
 
 _Value = TypeVar("_Value")
@@ -30,7 +31,10 @@ def require_known(checked: Configuration) -> None:
     require_engine_on(checked.engine, checked.device)
     if checked.algorithm is not None:
         _named("algorithm", checked.algorithm, checked.method)
-    described = [str(_named("algorithms", text, checked.method)) for text in checked.algorithms]
+    described = [
+        named(str(_named("algorithms", text, checked.method)), checked.own.get(text, {}))
+        for text in checked.algorithms
+    ]
     for position, method in enumerate(described):
         if method in described[:position]:
             raise InvalidValue(f"algorithms lists {quoted(method)} twice")

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule, Stop
 from fedloom.runs.config_check import require_known
 from fedloom.runs.configuration import Configuration, Data
+from fedloom.runs.entry import OWN_KEYS, Own, full_keys, own_key, own_settings
 from fedloom.runs.settings import combinations, label, require_key, with_changes
 
 _Kind = TypeVar("_Kind", bound=Hashable)
@@ -69,21 +70,85 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def configuration(table: Mapping[str, Any]) -> Configuration:
     """Return the checked configuration of a table of plain values. Raises as `load`."""
     _require_plain_values(table)
-    values = {key: value for key, value in table.items() if key != "settings"}
+    values = {key: value for key, value in table.items() if key not in ("settings", "methods")}
+    own: dict[str, Own] = {}
+    if "methods" in table:
+        values["algorithms"], own = _methods(table)
     for name, kind in _SECTIONS.items():
         values[name] = _read(kind, values.get(name, {}), name)
-    base = _read(Configuration, values)
+    base = replace(_read(Configuration, values), own=own)
     require_known(base)
+    for name in base.own:
+        try:
+            base.of(name)
+        except InvalidValue as error:
+            raise InvalidValue(f"methods, {name}: {error}") from None
     if "settings" not in table:
         return base
     variants = {}
     for changes in combinations(table["settings"], VARYING):
+        require_not_own(changes, base.own, "settings")
         try:
             variant = configuration(with_changes({**table, "settings": {}}, changes))
         except FedloomError as error:
             raise InvalidValue(f"settings, {label(changes)}: {error}") from None
         variants[label(changes)] = replace(variant, changes=changes)
     return replace(base, variants=variants)
+
+
+def _methods(table: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Own]]:
+    """Return the expressions and the settings of the tables `[[methods]]` by label."""
+    if table.get("algorithms"):
+        raise InvalidValue("the methods are given twice: give algorithms or [[methods]], not both")
+    if not isinstance(table["methods"], list):
+        raise InvalidValue(
+            f"methods must be tables [[methods]], each with an algorithm, not "
+            f"{quoted(table['methods'], show)}"
+        )
+    algorithms: dict[str, str] = {}
+    own: dict[str, Own] = {}
+    for number, entry in enumerate(table["methods"], start=1):
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("algorithm"), str):
+            raise InvalidValue(
+                f"[[methods]] number {number} needs an algorithm, such as algorithm = 'fedavg', "
+                f"not {quoted(entry, show)}"
+            )
+        for key in entry:
+            require_key(key, ("algorithm", "label", *OWN_KEYS), "methods.")
+        name = str(entry.get("label", entry["algorithm"]))
+        if name in algorithms:
+            raise InvalidValue(f"methods lists {quoted(name)} twice: give each a label of its own")
+        settings = {k: v for k, v in entry.items() if k not in ("algorithm", "label")}
+        algorithms[name] = entry["algorithm"]
+        own[name] = own_settings(settings, f"methods, {name}: ")
+    return algorithms, {name: settings for name, settings in own.items() if settings}
+
+
+def require_not_own(keys: Iterable[str], own: Mapping[str, Own], purpose: str) -> None:
+    """Raise `InvalidValue` for a key with several values that a method sets itself."""
+    for key in keys:
+        for name, settings in own.items():
+            if own_key(key) in settings:
+                raise InvalidValue(
+                    f"{purpose}.{key}: the method {quoted(name)} sets {own_key(key)} itself: "
+                    "remove one of them"
+                )
+
+
+def single_method(
+    table: Mapping[str, Any], checked: Configuration, name: str, own: Own
+) -> dict[str, Any]:
+    """Return the table of one method, with its own settings in place of those of all methods.
+
+    Args:
+        table: The table of a configuration.
+        checked: The configuration.
+        name: One of its methods.
+        own: Its settings.
+    """
+    others = {key: value for key, value in table.items() if key not in ("methods", "algorithms")}
+    algorithm = str(checked.method(name))
+    return with_changes({**others, "algorithm": algorithm}, full_keys(own))
 
 
 def _require_plain_values(table: Mapping[str, Any]) -> None:
@@ -103,9 +168,10 @@ KEYS = [
     *(
         entry.name
         for entry in fields(Configuration)
-        if entry.name not in ("variants", "changes", "objects")
+        if entry.name not in ("variants", "changes", "own", "tuned", "objects")
     ),
     "settings",
+    "methods",
     *_IN_SECTIONS,
 ]
 """Every key that a file may hold, with its table."""

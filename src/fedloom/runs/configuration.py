@@ -28,6 +28,7 @@ from fedloom.parts.building import build
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.report.summary import Target, TargetValue
 from fedloom.rounds.schedule import NEUTRAL, Schedule
+from fedloom.runs.entry import Own, schedule_part, training_part
 from fedloom.runs.python_objects import PythonObjects
 from fedloom.task import Task, withhold
 from fedloom.task.making import make_task
@@ -59,8 +60,9 @@ class Configuration(Schedule):
     """A whole experiment; `docs/configuration.md` explains every key.
 
     `variants` are the settings of the table `[settings]` by their labels, each a whole
-    configuration with its `changes`. `objects` are the methods and the task of a comparison in
-    Python, in place of those that the keys name.
+    configuration with its `changes`. `own` are the settings of single methods by their labels.
+    `tuned` are the values that a search chose for single methods. `objects` are the methods and the
+    task of a comparison in Python, in place of those that the keys name.
     """
 
     name: str = "experiment"
@@ -89,6 +91,8 @@ class Configuration(Schedule):
     training: Training = field(default_factory=Training)
     variants: "dict[str, Configuration]" = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Own] = field(default_factory=dict)
+    tuned: dict[str, dict[str, Any]] = field(default_factory=dict)
     objects: PythonObjects | None = None
 
     def __post_init__(self) -> None:
@@ -162,6 +166,28 @@ class Configuration(Schedule):
             isinstance(self.algorithms, dict) and algorithm in self.algorithms
         )
 
+    def of(self, algorithm: str) -> "Configuration":
+        """Return the configuration of one method: its own settings replace those of all methods.
+
+        Raises `InvalidValue` where they do not fit the others.
+        """
+        own = self.own.get(algorithm)
+        if not own:
+            return self
+        training, schedule = training_part(own), schedule_part(own)
+        if self.objects is not None:
+            return replace(self, objects=self.objects.trained_with(training), **schedule)
+        return replace(self, training=replace(self.training, **training), **schedule)
+
+    def choices(self, algorithm: str) -> dict[str, Any]:
+        """Return the settings that distinguish a method's runs: its own, and what was tuned."""
+        tuned = {
+            key.removeprefix("algorithm."): value
+            for key, value in self.tuned.get(algorithm, {}).items()
+            if key.startswith("algorithm.")
+        }
+        return tuned | self.own.get(algorithm, {})
+
     def only_method(self, purpose: str) -> str:
         """Return the method to run, tune or train. Raise `InvalidValue` where none is named, or
         several are.
@@ -209,6 +235,9 @@ class Configuration(Schedule):
         """Return everything that the figures of a run depend on, with defaults filled in; plain
         values, ready for JSON.
         """
+        return self.of(algorithm)._resolved(algorithm, seed)
+
+    def _resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
         if self.objects is None:
             described: dict[str, Any] = {
                 "algorithm": str(self.method(algorithm)),

@@ -17,6 +17,7 @@ from fedloom.runs.directory import (
     locked,
     setting_folder,
 )
+from fedloom.runs.entry import named
 from fedloom.runs.events import Event, RunName, Watch
 from fedloom.runs.run_plan import RunPlan
 from fedloom.state.files import remove_unfinished
@@ -29,6 +30,7 @@ def run_directory(
     """Return the directory of a configured run, in the folders of its setting and its method."""
     folder = setting_folder(configuration.folder, setting)
     name = algorithm if configuration.labelled(algorithm) else str(configuration.method(algorithm))
+    name = named(name, configuration.choices(algorithm))
     return RunDirectory(folder / folder_name(name) / f"seed-{seed}")
 
 
@@ -64,6 +66,7 @@ def run_configured(
         Diverged: No client's model is finite any more.
     """
     import_plugins(configuration.plugins)  # in worker processes too
+    configuration = configuration.of(name.algorithm)
     directory = run_directory(configuration, *name) if path is None else RunDirectory(path)
     with locked(directory.lock):
         remove_unfinished(directory.path)

@@ -20,6 +20,7 @@ from fedloom.models import models
 from fedloom.objectives import objectives
 from fedloom.runs.config_file import KEYS
 from fedloom.runs.configuration import Configuration
+from fedloom.runs.entry import OWN_KEYS
 from fedloom.state.files import write_text
 
 SCHEMA = "fedloom.schema.json"
@@ -55,6 +56,7 @@ def json_schema() -> dict[str, Any]:
         contents["additionalProperties"] = False
     settings = "Keys with several values each, all combinations of which are compared."
     schema["properties"]["settings"] = {"type": "object", "description": settings}
+    schema["properties"]["methods"] = {"type": "array", "items": _entries(tables)}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -75,6 +77,20 @@ def write_schema(file: Path) -> Path:
     if not content.startswith("#:schema "):
         write_text(file, f"#:schema {SCHEMA}\n{content}")
     return path
+
+
+def _entries(tables: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a table `[[methods]]`."""
+    keys = tables["Configuration"]["properties"] | tables["Training"]["properties"]
+    own = {key: {k: v for k, v in keys[key].items() if k != "default"} for key in OWN_KEYS}
+    named = {"algorithm": {**keys["algorithm"]}, "label": {"type": "string"}}
+    return {
+        "type": "object",
+        "description": "A method with its own settings of training and schedule.",
+        "properties": named | own,
+        "required": ["algorithm"],
+        "additionalProperties": False,
+    }
 
 
 def _default(entry: Any) -> Any:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from fedloom.common.errors import printable
 from fedloom.report.units import time_text
-from fedloom.runs.events import Event, RunName
+from fedloom.runs.events import Event, RunName, Watch
 
 _PAUSE = 10.0
 _SHARE = 0.1
@@ -32,6 +32,12 @@ _REDRAW = 0.2
 
 Rounds = int | Mapping[RunName, int]
 """The number of rounds of every run, or of each."""
+
+
+Show = Callable[[int], AbstractContextManager[tuple[Watch, Callable[[], bool]]]]
+"""Shows the progress of a number of runs: yields a watch, and a function that returns True to
+stop.
+"""
 
 
 class Display:
@@ -194,3 +200,14 @@ def progress(
 ) -> AbstractContextManager[Display]:
     """Show progress beside the output of a script or below the cell of a notebook."""
     return display(Console(stderr=True, quiet=quiet, highlight=False), runs, rounds, brief)
+
+
+def bars(rounds: Rounds, quiet: bool) -> Show:
+    """Return the progress of runs in a script or a notebook, which nothing stops."""
+
+    @contextmanager
+    def show(runs: int) -> Iterator[tuple[Watch, Callable[[], bool]]]:
+        with progress(runs, rounds, quiet) as watch:
+            yield watch, lambda: False
+
+    return show

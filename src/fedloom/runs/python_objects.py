@@ -1,5 +1,6 @@
 """The methods and the task of runs in Python, as objects that no text describes."""
 
+import copy
 import dataclasses
 import dis
 import io
@@ -26,7 +27,7 @@ class PythonObjects:
     Attributes:
         methods: The methods by label.
         source: The task, or a function of the seed.
-        training: Settings of local training that a search changes.
+        training: Settings of local training in place of those of the task.
         texts: By label, the expression of each method and a digest of its code, which only the
             process of the user can compute.
         tasks: By seed, the description of the task, once it is made.
@@ -46,14 +47,24 @@ class PythonObjects:
         """Return the task of a seed. Raises `InvalidValue` where the function gives something
         else.
         """
+        task = self._made(seed)
+        training = dataclasses.replace(task.training, **self.training)
+        return dataclasses.replace(task, training=training) if self.training else task
+
+    def _made(self, seed: int) -> Task:
         task = self.source(seed) if callable(self.source) else self.source
         if not isinstance(task, Task):
             raise InvalidValue(
                 f"task must be a Task or a function seed -> Task, not {quoted(task)}: see "
                 "fl.make_task"
             )
-        training = dataclasses.replace(task.training, **self.training)
-        return dataclasses.replace(task, training=training) if self.training else task
+        return task
+
+    def trained_with(self, training: Mapping[str, Any]) -> "PythonObjects":
+        """Return the objects with further settings of local training. Texts and tasks are shared."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "training", {**self.training, **training})
+        return changed
 
     def described(self, name: str, seed: int) -> dict[str, Any]:
         """Return everything but the schedule that the figures of a run depend on.
@@ -68,7 +79,7 @@ class PythonObjects:
             Plain values.
         """
         if seed not in self.tasks:
-            task = self.task(seed)
+            task = self._made(seed)
             loss = {} if expression_of(task.objective) else {"loss": code_digest([task.objective])}
             self.tasks[seed] = {
                 "model": type(task.model).__name__,

@@ -12,7 +12,6 @@ from typing import Any
 
 from fedloom.algorithm.method import Method
 from fedloom.common.errors import InvalidValue, quoted
-from fedloom.parts.building import build
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.configuration import Configuration
@@ -20,6 +19,7 @@ from fedloom.runs.directory import (
     RunDirectory,
     locked,
 )
+from fedloom.runs.entry import Chosen, Entry, entry_of
 from fedloom.runs.events import Event, RunName
 from fedloom.runs.progress import progress
 from fedloom.runs.python_objects import PythonObjects
@@ -33,7 +33,7 @@ _logger = logging.getLogger("fedloom")
 
 
 def run(
-    algorithm: Method | str,
+    algorithm: Method | str | Entry | Chosen,
     task: Task,
     *,
     schedule: Schedule | None = None,
@@ -49,7 +49,8 @@ def run(
 
     Args:
         algorithm: The method, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`, which is
-            copied.
+            copied; an `Entry` or the result of `fl.tune`, which has settings of the training and
+            the schedule too.
         task: The data, how clients share them, the model and the settings of local training.
         schedule: How many rounds, with how many clients, and how often models are evaluated.
         directory: Folder for figures, checkpoints and the final model. The same call continues an
@@ -73,12 +74,15 @@ def run(
         CheckpointError: The directory holds another run, or a damaged one.
         Diverged: No client's model is finite any more.
     """
-    method = copy.deepcopy(build(algorithm))
+    entry = entry_of(algorithm)
+    method = copy.deepcopy(entry.algorithm)
     if not isinstance(task, Task):
         raise InvalidValue(f"task must be a Task, not {quoted(task)}: make one with fl.make_task")
     for key in options:
         require_key(key, [entry.name for entry in dataclasses.fields(Schedule)])
+    task = entry.task(task)
     schedule = dataclasses.replace(schedule or Schedule(), **options)
+    schedule = entry.schedule(schedule, options)
     name = RunName(str(method), schedule.seed)
     configuration = Configuration(
         **vars(schedule),

@@ -56,7 +56,8 @@ class RunPlan:
     alone: bool = True
 
     def __post_init__(self) -> None:
-        configuration, (algorithm, seed, _) = self.configuration, self.name
+        algorithm, seed, _ = self.name
+        configuration = self.configuration = self.configuration.of(algorithm)
         self.method = configuration.method(algorithm)
         self.recorders = configuration.recorders()
         self.schedule = configuration.seeded(seed)

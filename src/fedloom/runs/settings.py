@@ -177,6 +177,8 @@ def _leaves(
 
 
 def _axis(value: Any, key: str, steps_needed: bool) -> Axis:
+    if isinstance(value, Range):
+        return value
     if isinstance(value, Mapping):
         return _range(value, key, steps_needed)
     if isinstance(value, np.ndarray):

@@ -23,7 +23,7 @@ from fedloom.data.dataset import make_dataset
 from fedloom.data.preprocessing import PictureInputs, TextInputs
 from fedloom.parts.building import build
 from fedloom.parts.secure_recombination import Secure
-from fedloom.runs.config_file import configuration, put, read_table
+from fedloom.runs.config_file import configuration, put, read_table, single_method
 from fedloom.runs.configuration import Configuration
 from fedloom.sites.site_tables import table_roles
 
@@ -92,8 +92,9 @@ def _configuration_text(file: Path | None, overrides: Sequence[str]) -> str:
     for override in overrides:
         put(table, override)
     checked = configuration(table)
-    if checked.algorithm is None:
-        table["algorithm"] = checked.only_method("train")
+    if checked.algorithm is None or "methods" in table:
+        name = checked.only_method("train")
+        table = single_method(table, checked, name, checked.own.get(name, {}))
     elif not overrides:
         return EXAMPLE if file is None else file.read_text(encoding="utf-8")
     return tomli_w.dumps({key: value for key, value in table.items() if key not in _ELSEWHERE})

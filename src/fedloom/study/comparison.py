@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from fedloom.common.errors import InvalidValue
 from fedloom.common.expression import parse
 from fedloom.report.page import ReportOptions
+from fedloom.report.tuning_choice import TUNING
 from fedloom.runs.configuration import Configuration
-from fedloom.runs.directory import finished_runs
+from fedloom.runs.directory import finished_runs, setting_folder
 from fedloom.runs.events import RunName, Watch
 from fedloom.study.comparison_result import ComparisonResult
 from fedloom.study.cores import runs_side_by_side
@@ -51,7 +52,8 @@ class Comparison:
 
     @property
     def rounds(self) -> dict[RunName, int]:
-        return {name: self.configuration.settings[name.setting].rounds for name in self.names}
+        settings = self.configuration.settings
+        return {name: settings[name.setting].of(name.algorithm).rounds for name in self.names}
 
     def run(
         self,
@@ -75,6 +77,10 @@ class Comparison:
         require_possible(waiting, tasks)
         with closing(make_pool(self.configuration, len(jobs), len(waiting), tasks)) as pool:
             failed = pool.run(waiting, watch, fresh, stopped)
+        if not any(setting.tuned for setting in self.configuration.settings.values()):
+            for setting in self.configuration.settings:
+                folder = setting_folder(self.configuration.folder, setting)
+                (folder / TUNING).unlink(missing_ok=True)  # of an earlier comparison
         self.result(failed).write(self.configuration)
         return failed
 

@@ -15,11 +15,13 @@ from fedloom.common.errors import InvalidValue
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.frames import data_frame
+from fedloom.report.method_settings import settings_table, tuning_notes
 from fedloom.report.page import ReportOptions, options_of, render, render_overview, write_page
 from fedloom.report.sheet import Sheet, overall, reading
 from fedloom.report.summary import RunSummary
+from fedloom.report.tuning_choice import TUNING, TuningChoice
 from fedloom.runs.configuration import Configuration
-from fedloom.runs.directory import locked, readable, setting_folder, write_json
+from fedloom.runs.directory import locked, read_json, readable, setting_folder, write_json
 from fedloom.runs.events import RunName
 from fedloom.runs.run_figures import RunFigures, costs, scores
 from fedloom.state.files import remove_unfinished, write_text
@@ -70,6 +72,7 @@ class ComparisonResult(RunFigures):
                 measure=options.measure,
                 setting=setting,
                 changes=group[0].changes if setting else {},
+                tuning=_tuning(setting_folder(self.folder, setting) / TUNING),
             )
             for setting, group in by_setting(self.runs).items()
         ]
@@ -89,6 +92,17 @@ class ComparisonResult(RunFigures):
         """
         return data_frame(
             {**line.pop("setting"), **line} for line in to_data(self.sheets)["differences"]
+        )
+
+    def method_settings(self) -> pandas.DataFrame:
+        """Return the settings in which the methods differ or that were tuned, a row for each
+        method and setting, as text.
+        """
+        tables = [table for sheet in self.sheets if (table := settings_table(sheet)) is not None]
+        return data_frame(
+            {column.line: cell.text for column, cell in row.items()}
+            for table in tables
+            for _, row in table.iterrows()
         )
 
     def latex(self) -> str:
@@ -185,7 +199,12 @@ class ComparisonResult(RunFigures):
     def notes(self) -> list[str]:
         """Sentences below the table."""
         failures = [f"{name} failed: {reason}" for name, reason in self.failed.items()]
-        return [*failures, *reading(self.sheets), f"runs: {self.folder}"]
+        return [
+            *failures,
+            *tuning_notes(self.sheets),
+            *reading(self.sheets),
+            f"runs: {self.folder}",
+        ]
 
     def _figures(self, run: StoredRun) -> dict[str, Any]:
         summary = run.summary
@@ -222,6 +241,15 @@ def read_comparison(folder: str | Path) -> ComparisonResult:
     path = Path(folder)
     runs = read_runs(path)
     return ComparisonResult(path, runs, _options(path, runs))
+
+
+def _tuning(path: Path) -> dict[str, TuningChoice]:
+    """Return the choices of a setting by method; empty where nothing was tuned."""
+    if not path.exists():
+        return {}
+    table = read_json(path, dict, "compare again with the same values to tune")
+    with readable(path):
+        return {str(name): TuningChoice.of(choice) for name, choice in table["methods"].items()}
 
 
 def _options(folder: Path, runs: Sequence[StoredRun]) -> ReportOptions:

@@ -65,6 +65,7 @@ def job_of(
     Returns:
         The job, in the directory of an equal finished run if there is one.
     """
+    configuration = configuration.of(name.algorithm)
     usual = run_directory(configuration, *name).path
     alike = finished.get(fingerprint(configuration.resolved(name.algorithm, name.seed)), [])
     return RunJob(configuration, name, alike[0] if alike and usual not in alike else usual)
@@ -120,7 +121,9 @@ class Tasks:
 
     def of(self, configuration: Configuration, seed: int) -> Task:
         """Return the task of a seed. Raises as `make_task`."""
-        key = (f"{configuration.data} {configuration.model} {configuration.training}", seed)
+        objects = configuration.objects
+        training = configuration.training if objects is None else objects.training
+        key = (f"{configuration.data} {configuration.model} {training}", seed)
         if key not in self._tasks:
             self._tasks[key] = configuration.task(seed, self._dataset)
         if len(self._tasks) > _CACHED:

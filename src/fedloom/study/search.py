@@ -18,10 +18,11 @@ from fedloom.common.errors import FedloomError, InvalidValue
 from fedloom.common.randomness import numpy_stream
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.sheet import measure_name
-from fedloom.report.summary import MEASURES, TO_TARGET, Spread
-from fedloom.runs.config_file import VARYING, configuration
+from fedloom.report.summary import MEASURES, TO_TARGET, Spread, accuracies, averaged
+from fedloom.runs.config_file import VARYING, configuration, single_method
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import setting_folder
+from fedloom.runs.entry import OWN_KEYS, Own, own_key
 from fedloom.runs.events import RunName
 from fedloom.runs.python_objects import PythonObjects
 from fedloom.runs.settings import (
@@ -73,7 +74,9 @@ class Trial:
     @property
     def measure(self) -> str:
         """The measure in words, such as `accuracy after the last round`."""
-        return measure_name(self.configuration.measure, self.configuration.last, self.metric)
+        last = self.configuration.last
+        counts = [averaged(run.summary, last) for run in self.runs if accuracies(run.summary)]
+        return measure_name(self.configuration.measure, max(counts, default=last), self.metric)
 
     @property
     def algorithm(self) -> str:
@@ -94,7 +97,7 @@ class Search:
     `algorithm.mu`.
 
     `objects` are the method and the task of a search in Python. Keys that describe them cannot be
-    searched.
+    searched. `own` are the settings of the method, by default those of the configuration.
     """
 
     def __init__(
@@ -104,15 +107,21 @@ class Search:
         *,
         steps_needed: bool = True,
         objects: PythonObjects | None = None,
+        own: Own | None = None,
     ) -> None:
-        self.table = {key: value for key, value in table.items() if key != "algorithms"}
         self.objects = objects
-        self.configuration = base = replace(configuration(table), objects=objects)
-        self.method = base.method(base.only_method("tune"))
-        fixed = ("data.validation",) if objects is None else ("data.", "model")
+        first = replace(configuration(table), objects=objects)
+        name = first.only_method("tune")
+        self.method = first.method(name)
+        self.own = first.own.get(name, {}) if own is None else own
+        self.table = single_method(table, first, name, self.own)
+        self.configuration = base = replace(
+            _without_method(self.table), algorithm=self.table["algorithm"], objects=objects
+        )
+        varying = (key for key in VARYING if objects is None or own_key(key) in OWN_KEYS)
         keys = [
             *parameter_keys(self.method),
-            *(key for key in VARYING if not key.startswith(fixed)),
+            *(key for key in varying if key != "data.validation"),
         ]
         named = {
             PREFIX + key if PREFIX + key in keys else key: values
@@ -151,7 +160,7 @@ class Search:
         table = self.chosen(
             {**changes, "data.validation": share, "directory": str(self.folder), **(settings or {})}
         )
-        checked = configuration({key: value for key, value in table.items() if key != "algorithm"})
+        checked = _without_method(table)
         objects = self.objects
         if objects is not None:
             method = self._method(changes)
@@ -160,6 +169,17 @@ class Search:
         return Trial(
             number, changes, replace(checked, algorithm=table["algorithm"], objects=objects)
         )
+
+    def settings_of(self, trial: Trial) -> Own:
+        """Return the settings of a trial that are not parameters of the method, with those that
+        the method had before.
+        """
+        checked, settings = trial.configuration, dict(self.own)
+        for key in trial.changes:
+            if (name := own_key(key)) in OWN_KEYS:
+                holder = checked.training if key.startswith("training.") else checked
+                settings[name] = getattr(holder, name)
+        return settings
 
     def chosen(self, changes: Changes) -> dict[str, Any]:
         """Return the table of the configuration with some keys set. Raises as `trial`."""
@@ -189,6 +209,11 @@ class Search:
                 for indices in zip(*np.unravel_index(drawn, sizes), strict=True)
             ]
         return [self.trial(number, changes) for number, changes in enumerate(chosen, start=1)]
+
+
+def _without_method(table: Mapping[str, Any]) -> Configuration:
+    """Return the configuration of a table but for its method, which may be an object."""
+    return configuration({key: value for key, value in table.items() if key != "algorithm"})
 
 
 def searches(

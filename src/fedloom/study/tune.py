@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -14,26 +14,21 @@ from fedloom.algorithm.method import Method
 from fedloom.common.errors import InvalidValue, quoted
 from fedloom.common.fields import require_at_least
 from fedloom.report.page import ReportOptions
-from fedloom.runs.events import Watch
-from fedloom.runs.progress import progress
-from fedloom.runs.python_objects import PythonObjects, TaskOf
-from fedloom.study.compare import labelled, python_table
+from fedloom.runs.entry import Entry
+from fedloom.runs.progress import Show, bars
+from fedloom.runs.python_objects import TaskOf
 from fedloom.study.cores import runs_side_by_side
 from fedloom.study.jobs import Tasks, require_possible
 from fedloom.study.pools import make_pool
+from fedloom.study.python_runs import labelled, objects_of, python_table
 from fedloom.study.search import Search, Trial, best_of
 from fedloom.study.suggest import TRIALS, search_optuna
 from fedloom.study.trials import final_trial, jobs_of, run_trials, write_trials
 from fedloom.study.tune_result import TuneResult
 
-Show = Callable[[int], AbstractContextManager[tuple[Watch, Callable[[], bool]]]]
-"""Shows the progress of a number of runs: yields a watch, and a function that returns True to
-stop.
-"""
-
 
 def tune(
-    method: Method | str,
+    method: Method | str | Entry,
     task: TaskOf,
     search: Mapping[str, Any],
     *,
@@ -49,7 +44,7 @@ def tune(
     a time, and resumed.
 
     Args:
-        method: The method: an object, or text such as `"ala(fedprox)"`.
+        method: The method: an object, text such as `"ala(fedprox)"`, or an `Entry`.
         task: The task, or a function from a seed to the task. A fifth of each client's training
             samples is held out to judge by.
         search: Values by key, as a list or a range: `{"mu": [0.01, 0.1], "training.learning_rate":
@@ -66,7 +61,8 @@ def tune(
         **options: As for `fl.compare`.
 
     Returns:
-        The trials as tables, frames and figures, and the best.
+        The trials as tables, frames and figures, and the best: `tuned.run(task)` trains with its
+        settings, and `fl.compare({"FedProx": tuned, ...}, task)` compares it.
 
     Raises:
         InvalidValue: A key or a value is not allowed, or no trial came to its end.
@@ -75,15 +71,12 @@ def tune(
         raise InvalidValue(
             f"search must be a dictionary such as {{'mu': [0.01, 0.1]}}, not {quoted(search)}"
         )
-    objects = PythonObjects(labelled([method]), task)
+    entries = labelled([method])
+    objects = objects_of(entries, task)
     table = python_table(objects, seeds, directory, options)
-    space = Search(table, search, steps_needed=not optuna, objects=objects)
-
-    @contextmanager
-    def show(runs: int) -> Iterator[tuple[Watch, Callable[[], bool]]]:
-        with progress(runs, space.configuration.rounds, quiet) as watch:
-            yield watch, lambda: False
-
+    (entry,) = entries.values()
+    space = Search(table, search, steps_needed=not optuna, objects=objects, own=entry.settings)
+    show = bars(space.configuration.rounds, quiet)
     result = run_search(space, show, trials, optuna, test)
     if directory is None:
         weakref.finalize(result, rmtree, table["directory"], ignore_errors=True)
@@ -138,5 +131,10 @@ def run_search(
     unique = {run.path: run for trial in completed for run in trial.runs}
     options = ReportOptions(f"{plan.name}, tuned", (), "", plan.last, plan.against, plan.measure)
     return TuneResult(
-        search.folder, list(unique.values()), options, trials=completed, tested=tested
+        search.folder,
+        list(unique.values()),
+        options,
+        trials=completed,
+        tested=tested,
+        own=search.settings_of(best),
     )

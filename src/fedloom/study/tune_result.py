@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from fedloom.algorithm.method import Method
+from fedloom.common.training import Training
 from fedloom.report.cells import Cell, Column, score_cell, table_of
-from fedloom.runs.settings import label, plain_text
+from fedloom.runs.entry import Entry, Own
+from fedloom.runs.result import Result
+from fedloom.runs.run import run
+from fedloom.runs.settings import Changes, label, plain_text
 from fedloom.study.comparison_result import ComparisonResult
 from fedloom.study.search import Trial, best_of
+from fedloom.task import Task
 
 if TYPE_CHECKING:
     import pandas
@@ -28,10 +32,12 @@ class TuneResult(ComparisonResult):
         trials: All trials, with the measure of each by seed.
         tested: The best choice trained on all training data and scored on the test data, where that
             was asked for.
+        own: Settings of the best trial that are not parameters of the method.
     """
 
     trials: Sequence[Trial] = ()
     tested: Trial | None = None
+    own: Own = field(default_factory=dict)
 
     @property
     def best(self) -> Trial:
@@ -39,9 +45,40 @@ class TuneResult(ComparisonResult):
         return best_of(self.trials)
 
     @property
-    def method(self) -> Method:
-        """The method with the best parameters."""
-        return self.best.configuration.method(self.best.algorithm)
+    def method(self) -> Entry:
+        """The method with the best parameters and its settings of training and schedule.
+
+        `fl.run` and `fl.compare` apply all of them; `method.algorithm` is the method only.
+        """
+        best = self.best
+        return Entry(best.configuration.method(best.algorithm), **self.own)
+
+    @property
+    def settings(self) -> Changes:
+        """The chosen values by key: of the method, the training and the schedule."""
+        return self.best.changes
+
+    @property
+    def training(self) -> Training:
+        """The settings of local training of the best trial."""
+        best = self.best.configuration
+        return best.training if best.objects is None else best.objects.task(best.seed).training
+
+    def run(self, task: Task, **options: Any) -> Result:
+        """Train with all chosen settings.
+
+        Args:
+            task: The task.
+            **options: As for `fl.run`, such as `seed=1`. The schedule is by default that of the
+                search.
+
+        Returns:
+            The model and the figures of each round.
+
+        Raises:
+            InvalidValue: An option contradicts a chosen value.
+        """
+        return run(self, task, **{"schedule": self.best.configuration.schedule, **options})
 
     @property
     def shown(self) -> pandas.DataFrame:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedloom.common.errors import InvalidValue, quoted
-from fedloom.common.registry import Entry
+from fedloom.common.registry import RegistryEntry
 from fedloom.common.training import Training
 from fedloom.data.dataset import Dataset, DataSpec, make_dataset
 from fedloom.data.lazy import LazyInputs
@@ -78,7 +78,7 @@ def training_of(options: Mapping[str, Any]) -> Training:
         raise InvalidValue(
             f"training must be a Training or a dictionary of its fields, not {quoted(options)}"
         )
-    return Training(**Entry("training", Training).options((), {**options}))
+    return Training(**RegistryEntry("training", Training).options((), {**options}))
 
 
 def initial_module(
