@@ -140,7 +140,7 @@ def test_a_table_on_a_page_is_a_configuration(page: str, number: int, tmp_path: 
     table = blocks(page, "toml")[number]
     (tmp_path / "job.toml").write_text(table)
     loaded = load(tmp_path / "job.toml", [] if "algorithm" in table else ["algorithm=fedavg"])
-    assert all(str(build(text)) for text in loaded.algorithms)
+    assert all(str(loaded.method(text)) for text in loaded.algorithms)
     if (page, number) == ("index.md", 0):
         assert len(loaded.algorithms) * len(loaded.seeds) == 6
     if page == "coming-from.md":
