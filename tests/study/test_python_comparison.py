@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +217,19 @@ def test_without_a_directory_nothing_is_left() -> None:
     assert folder.exists()
     del result
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [partial(fl.compare, "fedavg", rounds=0), partial(fl.tune, "fedprox", search={"mu": []})],
+)
+def test_a_refused_comparison_or_search_leaves_no_folder(
+    refused: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(InvalidValue):
+        refused(task=small_task(), quiet=True)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ operations.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
@@ -137,6 +138,7 @@ def _obey(request: dict[str, Any]) -> NoReturn:
         _die_at(request["die_at"])
     arguments: Sequence[str] = request["arguments"]
     code = main(arguments)
+    atexit._run_exitfuncs()  # which `os._exit` skips: it removes temporary folders
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

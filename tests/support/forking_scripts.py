@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -82,6 +83,7 @@ def _obey(request: dict[str, Any]) -> NoReturn:
         code = 0
     except BaseException:
         traceback.print_exc()
+    atexit._run_exitfuncs()  # which `os._exit` skips: it removes temporary folders
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,9 +1,7 @@
 """Compare methods in Python."""
 
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from fedloom.runs.progress import bars, progress
@@ -12,6 +10,7 @@ from fedloom.study.comparison import Comparison
 from fedloom.study.comparison_result import ComparisonResult
 from fedloom.study.python_runs import (
     Methods,
+    in_temporary_folder,
     labelled,
     objects_of,
     own_of,
@@ -21,6 +20,7 @@ from fedloom.study.python_runs import (
 from fedloom.study.tuned_comparison import tune_methods
 
 
+@in_temporary_folder
 def compare(
     methods: Methods,
     task: TaskOf,
@@ -74,7 +74,4 @@ def compare(
     comparison = Comparison.of(plan).side_by_side
     with progress(len(comparison.names), comparison.rounds, quiet) as watch:
         failed = comparison.run(watch, fresh=fresh)
-    result = comparison.result(failed)
-    if directory is None:
-        weakref.finalize(result, rmtree, result.folder, ignore_errors=True)
-    return result
+    return comparison.result(failed)

@@ -1,10 +1,13 @@
 """Methods, task and options of `fl.compare` and `fl.tune` as a configuration."""
 
+import functools
+import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from fedloom.algorithm.method import Method
 from fedloom.common.errors import InvalidValue, quoted
@@ -50,7 +53,7 @@ def python_table(
             "measure = 'personal' needs test data of the clients' own: give the task "
             "local_test=0.25"
         )
-    folder = tempfile.mkdtemp(prefix="fedloom-") if directory is None else str(directory)
+    folder = str(directory)
     table: dict[str, Any] = {"name": Path(folder).name}
     if options.get("personal_every") and task.local_test is not None:
         table["measure"] = "personal"
@@ -123,3 +126,37 @@ def objects_of(entries: Mapping[str, Entry], task: TaskOf) -> PythonObjects:
 def own_of(entries: Mapping[str, Entry]) -> dict[str, Own]:
     """Return the settings of the methods that have some."""
     return {name: entry.settings for name, entry in entries.items() if entry.settings}
+
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
+
+
+def in_temporary_folder(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+    """Give a function a temporary folder if its `directory` is None.
+
+    The folder is removed with the result of the function, if the function raises an error, or at
+    the end of the process.
+
+    Args:
+        function: A function with a keyword `directory`, which returns a result with files there.
+
+    Returns:
+        The function with the same parameters.
+    """
+
+    @functools.wraps(function)
+    def called(*positional: Any, directory: Any = None, **named: Any) -> Returned:
+        call: Callable[..., Returned] = function
+        if directory is not None:
+            return call(*positional, directory=directory, **named)
+        folder = tempfile.mkdtemp(prefix="fedloom-")
+        try:
+            result = call(*positional, directory=folder, **named)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
+        return result
+
+    return called

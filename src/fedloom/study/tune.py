@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from fedloom.algorithm.method import Method
@@ -20,13 +18,14 @@ from fedloom.runs.python_objects import TaskOf
 from fedloom.study.cores import runs_side_by_side
 from fedloom.study.jobs import Tasks, require_possible
 from fedloom.study.pools import make_pool
-from fedloom.study.python_runs import labelled, objects_of, python_table
+from fedloom.study.python_runs import in_temporary_folder, labelled, objects_of, python_table
 from fedloom.study.search import Search, Trial, best_of
 from fedloom.study.suggest import TRIALS, search_optuna
 from fedloom.study.trials import final_trial, jobs_of, run_trials, write_trials
 from fedloom.study.tune_result import TuneResult
 
 
+@in_temporary_folder
 def tune(
     method: Method | str | Entry,
     task: TaskOf,
@@ -77,10 +76,7 @@ def tune(
     (entry,) = entries.values()
     space = Search(table, search, steps_needed=not optuna, objects=objects, own=entry.settings)
     show = bars(space.configuration.rounds, quiet)
-    result = run_search(space, show, trials, optuna, test)
-    if directory is None:
-        weakref.finalize(result, rmtree, table["directory"], ignore_errors=True)
-    return result
+    return run_search(space, show, trials, optuna, test)
 
 
 def run_search(
