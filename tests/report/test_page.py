@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plotly.offline import get_plotlyjs
 
 from fedloom.common.errors import InvalidValue
 from fedloom.objectives import ACCURACY
+from fedloom.report.figures import plotly_script
 from fedloom.report.page import render, write_page
 from fedloom.report.sheet import Sheet, difference_cells, reading
 from fedloom.report.summary import RunSummary
@@ -45,7 +45,7 @@ class Elements(HTMLParser):
 
 
 def page_of(*runs: RunSummary, title: str = "A comparison") -> str:
-    return render(title, runs, (0.5,), "fedloom compare digits.toml").replace(get_plotlyjs(), "")
+    return render(title, runs, (0.5,), "fedloom compare digits.toml").replace(plotly_script([]), "")
 
 
 def test_the_page_says_what_was_run_and_how_to_repeat_it() -> None:
@@ -88,7 +88,7 @@ def test_text_from_users_never_becomes_markup() -> None:
     quiet = replace(
         run, algorithm="fedavg", records=[record | {"faults": []} for record in run.records]
     )
-    page = render(EVIL, [hostile, quiet], (), EVIL).replace(get_plotlyjs(), "")
+    page = render(EVIL, [hostile, quiet], (), EVIL).replace(plotly_script([]), "")
     tame = Elements(page_of(made_up_run("fedavg", 0), made_up_run("fedmr", 0)))
     elements = Elements(page)
     assert elements.names.count("script") == tame.names.count("script") == 4
@@ -216,7 +216,7 @@ def test_a_page_begins_with_the_section_it_is_about() -> None:
 def test_the_page_says_what_the_terminal_says_of_differences() -> None:
     runs = [made_up_run(name, seed) for name in ("fedavg", "fedmr", "indep") for seed in range(3)]
     table = Sheet(runs, (0.5,), last=4, against="first", measure="final")
-    page = render("Three", runs, sheet=table).replace(get_plotlyjs(), "")
+    page = render("Three", runs, sheet=table).replace(plotly_script([]), "")
     text = Elements(page).text
     for cell in (cell for cell in table.table.to_numpy().flat if "±" in cell.text):
         assert cell.text in text
@@ -252,3 +252,22 @@ def test_publishing_the_participants_of_private_rounds_is_warned_of() -> None:
         assert text not in render(
             "t", [replace(run, configuration={**run.configuration, "algorithm": method})]
         )
+
+
+def test_pages_hold_the_small_library_unless_a_figure_needs_the_full_one(tmp_path: Path) -> None:
+    run = made_up_run("fedavg", 0)
+    surface = {
+        "kind": "landscape",
+        "x": [-1.0, 0.0, 1.0],
+        "y": [-1.0, 0.0, 1.0],
+        "surface": [[3.0, 2.0, 3.0], [2.0, 1.0, 2.0], [3.0, 2.0, 3.0]],
+        "loss": 1.0,
+        "samples": 10,
+        "data": "test",
+        "directions": 0,
+    }
+    page, large = render("Curves", [run]), render("Surface", [replace(run, recorded=[surface])])
+    assert len(page) < 1_500_000 < len(large)
+    assert "plotly.js (basic" in page
+    assert '"type":"contour"' in large
+    assert "plotly.js (basic" not in large

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plotly.offline import get_plotlyjs
 from rich.console import Console
 from scipy import stats
 
@@ -35,6 +34,7 @@ from fedloom.report.export import (
     to_latex,
     to_markdown,
 )
+from fedloom.report.figures import plotly_script
 from fedloom.report.page import ReportOptions, render
 from fedloom.report.sheet import (
     NOT_SIGNIFICANT,
@@ -387,7 +387,7 @@ def test_the_note_on_tests_stands_once_and_in_the_same_words_everywhere(
         "page": re.sub(
             'data-title=".*?"',
             "",
-            html.unescape(render("Three", runs, sheet=comparison).replace(get_plotlyjs(), "")),
+            html.unescape(render("Three", runs, sheet=comparison).replace(plotly_script([]), "")),
         ),
         "markdown": to_markdown([comparison]),
     }

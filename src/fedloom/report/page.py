@@ -18,7 +18,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
-from plotly.offline import get_plotlyjs
 
 from fedloom.common.errors import InvalidValue
 from fedloom.report.cells import best_cells, score_cell, target_text
@@ -26,7 +25,7 @@ from fedloom.report.clients import client_table
 from fedloom.report.conclusions import conclusions
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
-from fedloom.report.figures import ReportFigure, styles
+from fedloom.report.figures import ReportFigure, plotly_script, styles
 from fedloom.report.method_settings import settings_table, tuning_notes
 from fedloom.report.sheet import Criterion, Sheet, caption, explained, faults_in, overall, reading
 from fedloom.report.summary import (
@@ -227,7 +226,7 @@ def _page(
             }
             for figure in drawn
         },
-        plotly=Markup(get_plotlyjs()),
+        plotly=Markup(plotly_script(drawn)),
         **contents,
     )  # fmt: skip
 
