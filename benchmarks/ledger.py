@@ -9,12 +9,12 @@ for a table or figure without reproduction.
 import itertools
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from fedloom.report.export import escape_markdown, markdown_table
+from fedloom.report.layouts import escape_markdown
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord
 from fedloom.reviews.papers.library import exhibits, not_run, titles
 from fedloom.reviews.papers.measure import Measured, deviations
@@ -114,7 +114,7 @@ def to_markdown(entries: Sequence[LedgerEntry]) -> str:
             if name.startswith(f"{version}.")
         ]
         lines = [*map(_overview, entries_here), *drawings]
-        blocks += [f"## {title}\n", markdown_table(_HEADS, lines, texts=range(len(_HEADS)))]
+        blocks += [f"## {title}\n", _table(_HEADS, lines, texts=range(len(_HEADS)))]
         for entry in (entry for entry in entries_here if entry.records):
             heading = f"### {entry.exhibit.id} {{#{entry.exhibit.id.replace('.', '-')}}}"
             blocks.append("\n".join([f"{heading}\n", *map(_details, entry.records)]))
@@ -154,10 +154,18 @@ def _details(record: ExhibitRecord) -> str:
             "; ".join(line.left_out) or "followed",
         )
         lines.append(list(map(escape_markdown, (setting, method, printed, here, in_std, protocol))))
-    table = markdown_table(
+    table = _table(
         ("setting", "method", "paper", "here", "in std", "protocol"), lines, texts=(0, 1, 5)
     )
     return f"`{record.command}` ({record.date}; {versions}; {machine}{source})\n\n{table}"
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], texts: Collection[int]) -> str:
+    """Return a Markdown table of cells that are Markdown already; columns are right-aligned but for
+    the `texts`.
+    """
+    rule = ["---" if k in texts else "---:" for k in range(len(heads))]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (heads, rule, *lines))
 
 
 def _complete(line: CellResult) -> bool:

@@ -18,8 +18,9 @@ from fedloom.common.errors import InvalidValue, RefusedReply, printable
 from fedloom.common.plugins import found_at, import_from_environment, refused_code
 from fedloom.data.columns import TableColumn, TableInputs
 from fedloom.data.preprocessing import ModelOutputs, Preprocessing
-from fedloom.report.card import _data
+from fedloom.report.card import model_card
 from fedloom.report.cells import Cell
+from fedloom.report.summary import RunSummary
 from fedloom.runs.progress import Display
 from fedloom.sites import messages
 from fedloom.sites.agreement import read_configuration
@@ -58,15 +59,22 @@ def test_cells_of_tables_and_lines_of_progress_are_clean() -> None:
 
 
 def test_the_model_card_holds_no_steering_characters() -> None:
-    class Run:
-        configuration = {"data": {"name": "table(target='t')"}}  # noqa: RUF012
-
+    run = RunSummary(
+        HOSTILE,
+        0,
+        [{"round": 1, "accuracy": 0.5, HOSTILE: 0.25}],
+        [{"round": 1, "seconds": 1.0, "notices": [HOSTILE]}],
+        configuration={"data": {"name": "table(target='t')"}, "training": {"optimizer": HOSTILE}},
+        environment={"python": HOSTILE},
+    )
     inputs = TableInputs((TableColumn(HOSTILE, (HOSTILE, "b")), TableColumn("age")))
     preprocessing = Preprocessing(inputs, ModelOutputs("class", HOSTILE, (HOSTILE, "well")))
-    lines = _data(Run(), preprocessing, {"train_samples": 1, "test_samples": 1})  # type: ignore[arg-type]
+    sizes = {"train_samples": 1, "test_samples": 1, "parameters": 2}
+    card = model_card(run, preprocessing, HOSTILE, sizes)
+    lines = card.splitlines()
+    assert len(lines) == card.count("\n") == 27  # no line is broken
     for line in lines:
         assert is_clean(line)
-        assert "\n" not in line
         assert len(line) < 1000
         assert line.count("`") % 2 == 0
 

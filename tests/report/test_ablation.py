@@ -38,6 +38,8 @@ def test_a_setting_is_a_line_a_method_over_its_values() -> None:
         ("fedavg", 0.1): (0.2, 0.4),
         ("fedmr", 0.1): (0.3, 0.3),
         ("fedmr", 0.5): (0.6, 0.8),
+        ("fedavg", 0.9): (0.6, 0.6),
+        ("fedmr", 0.9): (0.5, 0.9),
     }
     runs = [
         run(method, value, seed, participation=share)
@@ -55,7 +57,7 @@ def test_a_setting_is_a_line_a_method_over_its_values() -> None:
             )
     looks = styles(runs)
     for line, trace in zip(lines, ablation_figure(name, lines, final, looks).data, strict=True):
-        assert list(trace.x) == [0.1, 0.5]
+        assert list(trace.x) == [0.1, 0.5, 0.9]
         assert list(trace.y) == [spread.mean for spread in line.spreads.values()]
         assert list(trace.error_y.array) == [spread.std for spread in line.spreads.values()]
         assert (trace.legendgroup, trace.line.color) == (
@@ -63,8 +65,17 @@ def test_a_setting_is_a_line_a_method_over_its_values() -> None:
             looks[str(line.method)].colour,
         )
     assert table(runs, "best") == {
-        "participation": {m: {0.1: 0.99, 0.5: 0.99} for m in ("fedavg", "fedmr")}
+        "participation": {m: {0.1: 0.99, 0.5: 0.99, 0.9: 0.99} for m in ("fedavg", "fedmr")}
     }
+
+
+def test_two_numbers_are_drawn_as_bars() -> None:
+    runs = [run("fedavg", 0.2 + share, participation=share) for share in (0.1, 0.5)]
+    final = criterion("final")
+    ((name, lines),) = ablations(runs, final).items()
+    (bars,) = ablation_figure(name, lines, final, styles(runs)).data
+    assert bars.type == "bar"
+    assert dict(zip(bars.x, bars.y, strict=True)) == pytest.approx({"0.1": 0.3, "0.5": 0.7})
 
 
 def test_parameters_of_methods_count_with_their_defaults() -> None:
@@ -139,15 +150,18 @@ def test_the_page_draws_them_and_escapes_their_names() -> None:
 
 
 def test_a_figure_shows_and_names_the_measure_that_its_table_goes_by() -> None:
-    runs = [run("fedavg", value, participation=share) for share, value in ((0.1, 0.2), (0.5, 0.6))]
+    runs = [
+        run("fedavg", value, participation=share)
+        for share, value in ((0.1, 0.2), (0.5, 0.6), (0.9, 0.6))
+    ]
     for summary in runs:
         summary.records[1:1] = [{"round": 2, "accuracy": 0.4}]
         summary.records[-1] |= {"round": 3, "personal_accuracy": 0.7}
     expected = {
-        "final": ([0.2, 0.6], "Accuracy after the last<br>round"),
-        "best": ([0.99, 0.99], "Best accuracy of any<br>evaluation"),
-        "last": ([0.3, 0.5], "Mean accuracy of the<br>last 2 evaluations"),
-        "personal": ([0.7, 0.7], "Accuracy of the clients&#x27;<br>own models"),
+        "final": ([0.2, 0.6, 0.6], "Accuracy after the last<br>round"),
+        "best": ([0.99, 0.99, 0.99], "Best accuracy of any<br>evaluation"),
+        "last": ([0.3, 0.5, 0.5], "Mean accuracy of the<br>last 2 evaluations"),
+        "personal": ([0.7, 0.7, 0.7], "Accuracy of the clients&#x27;<br>own models"),
     }
     for measure, (values, title) in expected.items():
         judged = Sheet(runs, last=2, measure=measure)

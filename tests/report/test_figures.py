@@ -209,5 +209,8 @@ def test_an_axis_of_shares_stays_with_what_a_share_can_be() -> None:
         records=[{"round": k, "accuracy": 0.07, "loss": 2.0} for k in (1, 2)],
     )
     allowed = learning_curves([run], "accuracy").layout.yaxis.autorangeoptions
+    assert 0.05 <= allowed.clipmin < 0.07 < allowed.clipmax <= 0.09
+    wide = replace(run, records=[{"round": k, "accuracy": float(k)} for k in (0, 1)])
+    allowed = learning_curves([wide], "accuracy").layout.yaxis.autorangeoptions
     assert (allowed.clipmin, allowed.clipmax) == (-0.02, 1.02)
     assert learning_curves([run], "loss").layout.yaxis.autorangeoptions.clipmin is None

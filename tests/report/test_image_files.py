@@ -45,7 +45,7 @@ def test_a_figure_for_a_paper_has_no_caption_of_its_own() -> None:
 
 
 def test_a_legend_names_the_lines_where_there_are_several() -> None:
-    objective = {"kind": "objective", "rounds": [1, 2], "before": [3.0, 2.0], "after": [1.0, 0.5]}
+    objective = {"kind": "objective", "rounds": [1, 2, 3], "before": [3, 2, 1], "after": [1, 1, 0]}
     recorded = [replace(run, recorded=[objective]) for run in RUNS]
     slots = {slot.name: slot for slot in image_figures(recorded)}
     figure = standalone(slots["objective"])

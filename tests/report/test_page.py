@@ -5,6 +5,7 @@ Tests its contents, escaping of user markup and the absence of network requests.
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -168,6 +169,25 @@ def test_the_same_runs_give_the_same_page() -> None:
     assert render("Twice", runs) == render("Twice", runs)
 
 
+def test_a_single_run_shows_at_most_four_figures_first() -> None:
+    run = made_up_run("fedmr", 0, rounds=20)
+    for record in run.records:
+        record |= {"personal_accuracy": 0.5, "pool_progress": record["round"] / 20}
+    page = page_of(run)
+    folded = re.findall("<details>.*?</details>", page, re.DOTALL)
+    names = set(re.findall('<figure>.*?<div id="(.*?)"', page, re.DOTALL))
+    hidden = set(re.findall('<figure>.*?<div id="(.*?)"', "".join(folded), re.DOTALL))
+    assert names - hidden == {"curve-accuracy", "curve-personal_accuracy", "curve-loss", "labels"}
+    assert hidden == {"curve-training_loss", "curve-pool_cosine", "other-pool_progress"}
+
+
+def test_figures_without_information_are_left_out() -> None:
+    names = set(
+        re.findall('<figure>.*?<div id="(.*?)"', page_of(made_up_run("fedavg", 0, 2)), re.DOTALL)
+    )
+    assert names == {"labels"}  # two rounds give lines between two points
+
+
 def test_a_report_of_nothing_is_refused() -> None:
     with pytest.raises(InvalidValue, match="at least one run"):
         render("Nothing", [])
@@ -222,8 +242,10 @@ def test_the_page_says_what_the_terminal_says_of_differences() -> None:
         assert cell.text in text
     for difference in table.tests["final"]:
         assert all(cell in text for cell in difference_cells(difference, ACCURACY))
+    folded = " ".join(re.findall("<details>(.*?)</details>", page, re.DOTALL))
     for sentence in reading([table]):
         assert sentence in text
+        assert sentence in html.unescape(folded)
     assert "mean of the last 4 evaluations" in text
     assert "Differences from fedavg in the accuracy after the last round" in text
 

@@ -360,6 +360,8 @@ def test_the_page_draws_all_of_it_in_a_browser(folder: Path, tmp_path: Path) -> 
     summaries = [run.summary for run in read_comparison(folder).with_trajectories()]
     with Browser(tmp_path / "profile") as browser:
         browser.open(folder / "report.html")
+        browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
+        browser.run("new Promise(done => setTimeout(done, 2000))")
         assert browser.errors == []
         assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
         drawn = set(browser.run("[...document.querySelectorAll('.js-plotly-plot')].map(e => e.id)"))

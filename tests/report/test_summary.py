@@ -81,9 +81,14 @@ def test_final_best_and_mean_of_last_count_evaluations_not_rounds() -> None:
 
 def test_a_mean_over_every_evaluation_is_warned_of_and_never_taken() -> None:
     runs = [run_of([0.1, 0.2, 0.3], name) for name in ("a", "b")]
-    (warning,) = (text for text in explained([Sheet(runs, last=3)]) if text.startswith("Warning"))
-    assert "last = 3 covers every evaluation" in warning
-    assert not any(text.startswith("Warning") for text in explained([Sheet(runs, last=2)]))
+    assert "Only 3 evaluations: 'mean of last' uses the last one." in explained(
+        [Sheet(runs, last=3)]
+    )
+    assert not any(text.startswith("Only") for text in explained([Sheet(runs, last=2)]))
+    long = [run_of([k / 100 for k in range(40)])]
+    assert "Only 40 evaluations: 'mean of last' uses the last 4." in explained(
+        [Sheet(long, last=40)]
+    )
 
 
 def test_time_on_the_wall_counts_runs_side_by_side_once() -> None:
@@ -276,7 +281,7 @@ def test_csv_holds_plain_numbers_that_read_back() -> None:
     )
     read = list(csv.DictReader(io.StringIO(to_csv([results]))))
     assert len(read) == 1
-    assert read[0]["algorithm"] == "ala(fedavg, s=80)"
+    assert read[0]["method"] == "ala(fedavg, s=80)"
     assert float(read[0]["final"]) == pytest.approx(0.8)
     assert float(read[0]["final_std"]) == pytest.approx(statistics.stdev([0.9, 0.7]))
     assert (read[0]["reached_0.75"], float(read[0]["rounds_to_0.75"])) == ("1", 2.0)

@@ -10,6 +10,7 @@ import math
 import random
 import re
 import shutil
+import statistics
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +29,13 @@ from fedloom.report.cells import best_cells
 from fedloom.report.conclusions import conclusions
 from fedloom.report.export import (
     differences_to_csv,
-    escape_latex,
     to_csv,
     to_data,
     to_latex,
     to_markdown,
 )
 from fedloom.report.figures import plotly_script
+from fedloom.report.layouts import escape_latex
 from fedloom.report.page import ReportOptions, render
 from fedloom.report.sheet import (
     NOT_SIGNIFICANT,
@@ -409,44 +410,43 @@ def test_the_note_on_tests_stands_once_and_in_the_same_words_everywhere(
 
 def test_conclusions_say_no_more_than_the_tests() -> None:
     noisy, clean = {"data.label_noise": "symmetric(0.4)"}, {"data.label_noise": "none"}
-    clear = Sheet(methods(9, best=0.2, near=0.2, far=0.0), changes=noisy)
+    runs = methods(9, best=0.2, near=0.2, far=0.0)
+    clear = Sheet(runs, changes=noisy)
     (far,) = (test for test in clear.tests["last"] if test.method == "far")
+    scores = {
+        name: {run.seed: run.records[-1]["accuracy"] for run in runs if run.algorithm == name}
+        for name in ("best", "far")
+    }
+    gap = statistics.fmean(scores["best"][seed] - scores["far"][seed] for seed in range(9))
     p = max(far.t_test_corrected or 0, far.exact_corrected or 0)
-    (text,) = conclusions([clear])
-    assert text.startswith(
-        "With 40 % symmetric label noise, best has the best mean accuracy of the last evaluation, "
-    )
-    assert (
-        f"; far is {-100 * far.mean:.1f} points below best (95 % interval "
-        f"{-100 * (far.high or 0):.1f} to "
-        f"{-100 * (far.low or 0):.1f}, p = {p:.2g}, significant)."
-    ) in text
-    assert ", not significant); far" in text
-    against_first = conclusions(
-        [Sheet(methods(9, best=0.2, near=0.2, far=0.0), against="first", changes=clean)]
-    )
-    assert against_first[0].startswith(
-        "With clean labels, best has the best mean accuracy of the last evaluation, "
-    )
+    assert conclusions([clear]) == [
+        f"best is {100 * gap:.1f} points better than far with 40 % wrong labels "
+        f"(p = {p:.2g}, 9 seeds); near does not differ significantly."
+    ]
     few = conclusions([Sheet(methods(3, best=0.2, near=0.2, far=0.0))])[0]
-    assert "(95 % interval 18.9 to 21.3, p < 0.001, significant by the t-test only: " in few
-    assert f"the exact test needs {seeds_needed(3)} seeds)" in few
+    assert "better than far (p < 0.001 by the t-test only, 3 seeds)" in few
     alike = conclusions(
         [Sheet(methods(9, a=0.2, b=0.2), changes={"data.partition": "iid", "rounds": 5})]
     )[0]
-    assert alike.startswith(
-        "With partition iid and rounds 5, no difference in the mean accuracy of the last"
-    )
+    assert alike.startswith("No significant difference with partition iid and rounds 5: ")
     many = conclusions([Sheet(methods(9, **{f"m{k}": k / 20 for k in range(9)}))])[0]
-    assert ": m7 is 5.0 points below m8 (" in many
-    assert many.endswith("; 5 more in the table.")
+    assert many.startswith("m8 is 40.1 points better than m0 (")  # 40 points apart, and noise
+    close = [run_of([0.5 + seed / 99], name, seed) for name in "abcd" for seed in range(12)]
+    close += [run_of([0.2 + seed / 50], "low", seed) for seed in range(12)]
+    (text,) = conclusions([Sheet(close)])
+    assert text.startswith("a is ")
+    assert " points better than low (" in text
+    assert text.endswith("; 3 others do not differ significantly.")
     equal_runs = [run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)]
-    assert conclusions([Sheet(equal_runs)])[0].endswith(": b equals a with every seed.")
+    assert conclusions([Sheet(equal_runs)]) == ["b and a are equal with every seed."]
+    similar = [run_of([0.5 - seed / 100], "c", seed) for seed in range(3)]
+    assert conclusions([Sheet([*equal_runs, *similar])])[0].startswith(
+        "No significant difference: a is 1.0 points better than c ("
+    )
     single_seed = [run_of([0.5], "a", 0), run_of([0.7], "b", 0)]
-    assert conclusions([Sheet(single_seed)]) == [
-        "b has the best mean accuracy of the last evaluation, 70.00 %; one seed cannot tell "
-        "whether another would show "
-        "the same."
+    assert conclusions([Sheet(single_seed, changes=clean)]) == [
+        "b has the best mean accuracy of the last evaluation with clean labels, 70.00 % "
+        "(one seed, not tested)."
     ]
     assert conclusions([Sheet(single_seed[:1])]) == [
         "a: mean accuracy of the last evaluation 50.00 %."
@@ -455,9 +455,24 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
     quick = [run_of([0.1, 0.9, 0.9], "quick", seed) for seed in range(7)]
     costs = conclusions([Sheet([*slow, *quick], [0.8], measure="rounds")])
     assert costs == [
-        "quick has the best rounds to 80 %, 2.000 ± 0.000: slow is 1 rounds above quick (p = "
-        "0.016, significant)."
+        "quick is 1 rounds better than slow in the rounds to 80 % (p = 0.016, 7 seeds)."
     ]
+
+
+@pytest.mark.parametrize("against", ["best", "first"])
+def test_conclusions_and_differences_agree_in_sign(against: str) -> None:
+    for order in (("low", "high"), ("high", "low")):
+        levels = {name: {"low": 0.0, "high": 0.2}[name] for name in order}
+        sheet = Sheet(methods(9, **levels), against=against)
+        (line,) = sheet.differences[1].to_numpy().tolist()
+        method, difference, interval = (cell.text for cell in line[:3])
+        ends = [float(end) for end in interval.split(" to ")]
+        assert min(ends) < float(difference) < max(ends)
+        assert (float(difference) < 0) == (method == "low")
+        expected = f"high is {abs(float(difference)):.1f} points better than low"
+        if against == "first" and method == "low":
+            expected = f"low is {abs(float(difference)):.1f} points worse than high"
+        assert conclusions([sheet])[0].startswith(expected)
 
 
 def test_the_page_begins_with_its_conclusions() -> None:

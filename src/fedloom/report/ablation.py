@@ -12,11 +12,12 @@ import plotly.graph_objects as go
 from fedloom.algorithm.method import algorithms, method_fields
 from fedloom.common.errors import FedloomError
 from fedloom.common.expression import Call, parse, show
-from fedloom.report.figures import DASHES, SHARES, Style, framed, number_format, wrapped
+from fedloom.report.figures import DASHES, Style, framed, number_format, share_axis, wrapped
 from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary, Spread, dotted
 
 LINES = 8  # of one figure at most
+PATTERNS = ("", "/", "x", ".", "-", "|")  # of bars of the same method
 GREY = "#7f7f7f"  # of lines that join several methods
 NAME = 34  # letters of a line's name on one line, so that a legend fits the screen of a phone
 
@@ -92,12 +93,12 @@ def ablation_figure(
     name: str, lines: Sequence[AblationLine], by: Criterion, looks: Mapping[str, Style]
 ) -> go.Figure:
     """Draw accuracy over the values, mean over seeds ± one standard deviation, in the methods'
-    colours (grey: several).
+    colours (grey: several): a line over at least three numbers, and else bars.
     """
     methods, share = [line.method for line in lines], by.metric.share
     by_method = None not in methods and len(set(methods)) == len(methods)
     values = list(dict.fromkeys(value for line in lines for value in line.spreads))
-    numeric = all(
+    numeric = len(values) > 2 and all(
         isinstance(value, int | float) and not isinstance(value, bool) for value in values
     )
     traces: list[go.Scatter | go.Bar] = []
@@ -125,7 +126,7 @@ def ablation_figure(
         xaxis=across,
         yaxis={
             "title": wrapped(by.title),
-            **(SHARES if share else {}),
+            **(share_axis(traces, from_zero=not numeric) if share else {}),
             "rangemode": "normal" if numeric else "tozero",
         },
         barmode="group",
@@ -145,9 +146,7 @@ def ablation_figure(
 def _trace(
     line: AblationLine, looks: Mapping[str, Style], earlier: int, numeric: bool, form: str
 ) -> go.Scatter | go.Bar:
-    """Return a line's points; `earlier` lines of the same method have other dashes, or a deeper
-    colour.
-    """
+    """Return a line's points; `earlier` lines of the same method have other dashes or patterns."""
     spreads = list(line.spreads.values())
     colours = [looks[method].colour if method else GREY for method in line.methods]
     error = {
@@ -162,7 +161,7 @@ def _trace(
         f"seeds<extra>%{{fullData.name}}</extra>",
     }
     if not numeric:
-        shade = {"color": colours, "opacity": 1 / (1 + 0.6 * earlier)}
+        shade = {"color": colours, "pattern": {"shape": PATTERNS[earlier % len(PATTERNS)]}}
         return go.Bar(x=[wrapped(_text(value)) for value in line.spreads], marker=shade, **common)
     stroke = {
         "color": colours[0] if line.method else GREY,

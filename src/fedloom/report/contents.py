@@ -4,12 +4,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from fedloom.report import figures
 from fedloom.report.ablation import ablation_figure, ablations
 from fedloom.report.curves import AXES, learning_curves, measures, title_of
-from fedloom.report.figures import ReportFigure
+from fedloom.report.figures import ReportFigure, align
 from fedloom.report.recorded import memorisation_figures, recorded_figures
 from fedloom.report.sheet import Criterion, criterion
 from fedloom.report.summary import RunSummary, by_algorithm
@@ -22,15 +20,18 @@ runs, of label distributions, of settings by their curves.
 
 
 def report_figures(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[ReportFigure]]:
-    """Return all figures by the section of the report that shows them; `effects` are judged `by` a
-    criterion.
+    """Return all figures with information by the section of the report that shows them; `effects`
+    are judged `by` a criterion.
     """
-    return {
+    sections = {
         "result": _seeds(runs),
         "effects": effect_figures(runs, by),
         "curves": _curves(runs),
         "clients": _labels(runs),
         "recorded": recorded_figures(runs),
+    }
+    return {
+        name: [entry for entry in drawn if entry.informative] for name, drawn in sections.items()
     }
 
 
@@ -62,24 +63,21 @@ def setting_curves(by_setting: Mapping[str, Sequence[RunSummary]]) -> list[Repor
     shown = list(by_setting.items())[: LIMIT["settings"]]
     noisy = [(label, runs) for label, runs in shown if any(run.wrong_labels for run in runs)]
     panels = (
-        [(label, figure) for label, runs in shown for figure in _curves(runs)[:1]],
+        [
+            (label, figure)
+            for label, runs in shown
+            for figure in _curves(runs)[:1]
+            if figure.informative
+        ],
         [(label, figure) for label, runs in noisy for figure in memorisation_figures(runs)],
     )
     for curves in panels:
-        _share_axes([figure for _, figure in curves])
+        for choice in AXES if curves else ():
+            align([panel.variants[choice] for _, panel in curves if choice in panel.variants])
     return [
         replace(figure, name=slug(f"{label}-{figure.name}"), title=f"{label}: {figure.title}")
         for label, figure in itertools.chain(*panels)
     ]
-
-
-def _share_axes(panels: Sequence[ReportFigure]) -> None:
-    for choice in {choice for panel in panels for choice in panel.variants}:
-        drawn = [panel.variants[choice] for panel in panels if choice in panel.variants]
-        values = np.concatenate([trace.y for figure in drawn for trace in figure.data])
-        margin = 0.03 * float(np.ptp(values))
-        for figure in drawn:
-            figure.layout.yaxis.range = [float(values.min()) - margin, float(values.max()) + margin]
 
 
 def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:
@@ -98,7 +96,7 @@ def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     extra = sorted(numbers - usual.keys())[: LIMIT["curves"]]
     curves: list[ReportFigure] = []
     for measure, (title, caption) in (
-        usual | {name: (title_of(name), "as recorded.") for name in extra}
+        usual | {name: (title_of(name), "") for name in extra}
     ).items():
         if not any(measure in record for record in records):
             continue

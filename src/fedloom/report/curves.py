@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from fedloom.common.fields import require_one_of
 from fedloom.objectives import ACCURACY, Metric
-from fedloom.report.figures import SHARES, Style, framed, number_format, of_method, pale, styles
+from fedloom.report.figures import Style, framed, number_format, of_method, pale, share_axis, styles
 from fedloom.report.summary import RunSummary, by_algorithm, by_round, simulated_seconds
 from fedloom.report.units import byte_unit
 
@@ -142,7 +142,7 @@ def learning_curves(
         yaxis={
             "title": html.escape(title_of(measure, metric)),
             "hoverformat": form,
-            **(SHARES if share else {}),
+            **(share_axis(traces) if share else {}),
         },
         hovermode="x unified" if len(looks) <= FEW and x == "round" else "closest",
     )
@@ -180,7 +180,7 @@ def _traces(style: Style, drawn: "pandas.DataFrame", form: str) -> Iterator[go.S
         x=x,
         y=mean.astype(np.float32),
         customdata=std.astype(np.float32) if several else None,
-        mode="lines+markers" if len(x) <= 2 else "lines",
+        mode="lines",
         line={"color": style.colour, "width": 2, "dash": style.dash},
         hovertemplate=f"%{{y:{form}}}" + (f" ± %{{customdata:{form}}}" if several else ""),
     )

@@ -3,64 +3,16 @@
 """
 
 import dataclasses
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.report.cells import best_cells
+from fedloom.report.layouts import templates
 from fedloom.report.method_settings import settings_table, tuning_notes
-from fedloom.report.sheet import (
-    NOT_SIGNIFICANT,
-    T_TEST_ONLY,
-    Sheet,
-    caption,
-    explained,
-    keys,
-    overall,
-    reading,
-)
+from fedloom.report.sheet import Sheet, caption, explained, keys, overall, reading
 from fedloom.report.summary import TO_TARGET, Spread, target_key
 
 if TYPE_CHECKING:
     import pandas
-
-_ESCAPED = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "≥": r"$\geq$",
-    "≤": r"$\leq$",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "–": "--",
-    "†": r"\dag{}",
-    NOT_SIGNIFICANT: r"\textsuperscript{n}",
-    T_TEST_ONLY: r"\textsuperscript{t}",
-    **{mark: f"\\{mark}" for mark in "&%$#_{}"},
-}
-"""Characters that LaTeX would interpret, and signs that older LaTeX does not know."""
-
-_LATEX = r"""\begin{{table}}
-  \centering
-  \caption{{{caption}}}
-  \label{{tab:{name}}}
-  \setlength{{\tabcolsep}}{{4pt}}
-  \resizebox{{\ifdim\width>\linewidth\linewidth\else\width\fi}}{{!}}{{%
-  \begin{{tabular}}{{{columns}}}
-    \toprule
-    {heads} \\
-    \midrule
-{lines}    \bottomrule
-  \end{{tabular}}}}
-{note}\end{{table}}
-"""
-"""A table; a table that is wider than the line is made smaller."""
-
-_NOTE = r"""  \par\smallskip
-  \begin{{minipage}}{{\linewidth}}\footnotesize {}\end{{minipage}}
-"""
 
 
 def to_csv(sheets: Sequence[Sheet]) -> str:
@@ -76,7 +28,7 @@ def to_csv(sheets: Sequence[Sheet]) -> str:
                 if not isinstance(value, int | str):
                     line[f"{name}_std"] = value and value.std
             lines.append(line)
-    return csv_text(lines, ["algorithm"])
+    return csv_text(lines, ["method"])
 
 
 def differences_to_csv(sheets: Sequence[Sheet]) -> str:
@@ -153,40 +105,35 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
     """Return a page: all settings in one table where there are several, then two tables and the
     differences of each.
     """
-    blocks = [f"# {title}\n"]
-    if len(sheets) > 1:
-        blocks += [f"{caption(sheets)}\n", _markdown(overall(sheets))]
-    for sheet in sheets:
-        blocks += [f"## {sheet.setting}\n"] if sheet.setting else []
-        blocks += map(_markdown, sheet.halves())
-        heading, differences = sheet.differences
-        blocks += [f"{heading}:\n", _markdown(differences)] if heading else []
-        settings = settings_table(sheet)
-        blocks += [] if settings is None else ["Settings of each method:\n", _markdown(settings)]
-    blocks += [
-        f"{text}\n" for text in (*explained(sheets), *tuning_notes(sheets), *reading(sheets))
-    ]
-    return "\n".join(blocks)
+    several = len(sheets) > 1
+    return (
+        templates()
+        .get_template("comparison.md")
+        .render(
+            title=title,
+            sheets=sheets,
+            caption=caption(sheets) if several else "",
+            overall=overall(sheets) if several else None,
+            settings_table=settings_table,
+            notes=[*explained(sheets), *tuning_notes(sheets), *reading(sheets)],
+        )
+    )
 
 
 def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
     """Return tables for a paper, the best value of a column in bold; they need the packages
     booktabs and graphicx.
     """
-    captioned = [(overall(sheets), caption(sheets), "overall")] if len(sheets) > 1 else []
-    cost_note = "cost. Rounds and bytes until the target; * never."
+    tables = [(overall(sheets), caption(sheets), "overall")] if len(sheets) > 1 else []
     for number, sheet in enumerate(sheets, start=1):
         name = f"{title}, {sheet.setting}" if sheet.setting else title
         suffix = f"-{number}" if sheet.setting else ""
-        accuracy, cost = sheet.halves()
-        captioned += [
-            (accuracy, f"{name}: {sheet.metric.noun}.", f"accuracy{suffix}"),
-            (cost, f"{name}: {cost_note}", f"cost{suffix}"),
-        ]
+        scores, costs = sheet.halves()
+        cost_caption = f"{name}: cost. Rounds and bytes until the target; * never."
+        tables.append((scores, f"{name}: {sheet.metric.noun}.", f"accuracy{suffix}"))
+        tables.append((costs, cost_caption, f"cost{suffix}"))
     note = " ".join([*explained(sheets), *reading(sheets)])
-    notes = [note, *[""] * len(captioned)]
-    tables = [_latex(*table, note) for table, note in zip(captioned, notes, strict=False)]
-    return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n".join(tables)
+    return templates().get_template("comparison.tex").render(tables=tables, note=note)
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -200,50 +147,6 @@ def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     return text
 
 
-def markdown_table(
-    heads: Sequence[str], lines: Iterable[Sequence[str]], texts: Collection[int] = (0,)
-) -> str:
-    """Return a Markdown table of cells that are Markdown already; columns are right-aligned but for
-    the `texts`.
-    """
-    rule = ["---" if k in texts else "---:" for k in range(len(heads))]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (heads, rule, *lines))
-
-
-def escape_latex(text: str) -> str:
-    """Return text without characters that LaTeX interprets."""
-    return "".join(_ESCAPED.get(letter, letter) for letter in text)
-
-
-def escape_markdown(text: str) -> str:
-    """Return text for a cell of a Markdown table."""
-    return re.sub(r"([|*_`\\])", r"\\\1", _flat(text))
-
-
-def _markdown(table: "pandas.DataFrame") -> str:
-    return markdown_table(*_heads_and_lines(table, escape_markdown, "**{}**"))
-
-
-def _latex(table: "pandas.DataFrame", caption: str, name: str, note: str) -> str:
-    heads, lines = _heads_and_lines(table, lambda text: escape_latex(_flat(text)), r"\textbf{{{}}}")
-    return _LATEX.format(
-        caption=escape_latex(caption),
-        name=name,
-        columns="l" + "r" * (len(heads) - 1),
-        heads=" & ".join(map(escape_latex, heads)),
-        lines="".join(f"    {' & '.join(line)} \\\\\n" for line in lines),
-        note=_NOTE.format(escape_latex(note)) if note else "",
-    )
-
-
-def _heads_and_lines(
-    table: "pandas.DataFrame", escape: Callable[[str], str], bold: str
-) -> tuple[list[str], list[list[str]]]:
-    """Return titles and escaped cells, the best of a column in the format `bold`."""
-    texts = table.map(lambda cell: escape(cell.text))
-    texts = texts.mask(best_cells(table), texts.map(bold.format))
-    return [_flat(column.title) for column in table], texts.to_numpy().tolist()
-
-
-def _flat(text: str) -> str:
-    return ", ".join(text.splitlines())
+def markdown_table(table: "pandas.DataFrame") -> str:
+    """Return a table of cells in Markdown; columns are right-aligned but for the first."""
+    return str(templates().get_template("table.md").module.table(table))  # type: ignore[attr-defined]

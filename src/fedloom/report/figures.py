@@ -7,6 +7,7 @@ in text.
 """
 
 import html
+import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.io import renderers
 from plotly.offline import get_plotlyjs
 
 from fedloom.objectives import ACCURACY
@@ -30,11 +32,6 @@ SEQUENCE = "Viridis"  # from early to late, and from low to high
 
 BAND = " Mean over seeds, band ± one standard deviation."  # ends a caption
 ROUNDS = {"title": "Round", "rangemode": "tozero"}  # an axis
-
-SHARES = {"tickformat": ".2~%", "autorangeoptions": {"clipmin": -0.02, "clipmax": 1.02}}
-"""An axis of shares in per cent. Plotly extends the range of a constant curve beyond 0 and 100 %;
-this prevents it.
-"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,15 @@ class ReportFigure:
     def of(cls, name: str, title: str, caption: str, figure: go.Figure) -> "ReportFigure":
         """Return a figure without a choice."""
         return cls(slug(name), title, caption, {"": figure})
+
+    @property
+    def informative(self) -> bool:
+        """True unless the figure only has dots, or lines between two points, that a table shows."""
+        traces = self.variants[next(iter(self.variants))].data
+        return any(
+            trace.type != "scatter" or trace.mode == "markers" or len(trace.x) > 2
+            for trace in traces
+        )
 
     @property
     def height(self) -> int:
@@ -102,25 +108,27 @@ def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
     traces: list[go.Scatter] = []
     for name, group in by_algorithm(runs).items():
         scores = {run.seed: value for run in group if (value := final(run)) is not None}
-        if scores:
-            colour = styles(runs)[name].colour
-            y, x = [wrapped(name)] * len(scores), list(scores.values())
-            bar = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}}
-            dot = {"size": 10, "color": colour, "opacity": 0.55}
-            seeds = {"customdata": list(scores), "hovertemplate": f"seed %{{customdata}}: {shown}"}
-            look = {**of_method(name), "showlegend": False, "mode": "markers"}
-            traces.append(
-                go.Scatter(
-                    x=[sum(x) / len(x)], y=y[:1], marker=bar, hovertemplate=f"mean {shown}", **look
-                )
-            )
-            traces.append(go.Scatter(x=x, y=y, marker=dot, **seeds, **look))
-    names = [wrapped(name) for name in by_algorithm(runs)]
-    height = 110 + len(names) * (24 + 15 * max((name.count("<br>") for name in names), default=0))
-    ticks = {"tickformat": ".2~%"} if metric.share else {}
-    yaxis = {"autorange": "reversed", "type": "category"}
+        if not scores:
+            continue
+        colour, look = styles(runs)[name].colour, {"showlegend": False, "mode": "markers"}
+        bar = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}}
+        dot = {"size": 10, "color": colour, "opacity": 0.55}
+        for x, marker, title in (
+            ([sum(scores.values()) / len(scores)], bar, "mean"),
+            ([*scores.values()], dot, "seed %{customdata}:"),
+        ):
+            trace = go.Scatter(x=x, y=[wrapped(name)] * len(x), marker=marker, **look)
+            traces.append(trace.update(hovertemplate=f"{title} {shown}", **of_method(name)))
+        traces[-1].customdata = list(scores)
+    lines = [1 + wrapped(name).count("<br>") for name in by_algorithm(runs)]
     return framed(
-        traces, height, xaxis={"title": f"Final test {metric.noun}", **ticks}, yaxis=yaxis
+        traces,
+        110 + len(lines) * (9 + 15 * max(lines, default=1)),
+        xaxis={
+            "title": f"Final test {metric.noun}",
+            "tickformat": ".2~%" if metric.share else None,
+        },
+        yaxis={"autorange": "reversed", "type": "category"},
     )
 
 
@@ -166,6 +174,31 @@ def of_method(name: str) -> dict[str, Any]:
     return {"legendgroup": name, "name": html.escape(name)}
 
 
+def share_axis(traces: Sequence[Any], from_zero: bool = False) -> dict[str, Any]:
+    """Return an axis in per cent that ends near the values of the traces.
+
+    Plotly would draw a constant curve on an axis from 0 to 100 %.
+    """
+    low, high = value_range(traces)
+    margin = max(0.01, 0.06 * (high - low))
+    clip = {"clipmin": max(-0.02, low - margin), "clipmax": min(1.02, high + margin)}
+    return {"tickformat": ".2~%"} if from_zero else {"tickformat": ".2~%", "autorangeoptions": clip}
+
+
+def value_range(traces: Sequence[Any]) -> tuple[float, float]:
+    """Return the lowest and the highest value of traces; 0 and 1 without any."""
+    values = [float(value) for trace in traces for value in trace.y if value is not None]
+    return min(values, default=0.0), max(values, default=1.0)
+
+
+def align(drawings: Sequence[go.Figure]) -> None:
+    """Give all figures the vertical range that shows the values of all."""
+    low, high = value_range([trace for figure in drawings for trace in figure.data])
+    margin = 0.03 * (high - low) or 0.01
+    for figure in drawings:
+        figure.layout.yaxis.range = [low - margin, high + margin]
+
+
 def number_format(share: bool, digits: int = 1) -> str:
     """Return Plotly's format of a share in per cent, or of another number with four digits."""
     return f".{digits}%" if share else ".4~g"
@@ -200,6 +233,17 @@ def pale(colour: str, opacity: float) -> str:
     return f"rgba({red},{green},{blue},{opacity})"
 
 
+class Drawing(go.Figure):  # type: ignore[misc]
+    """A figure that a notebook stores as HTML too, so that it survives an export by nbconvert."""
+
+    def _ipython_display_(self) -> None:
+        chosen = "PLOTLY_RENDERER" in os.environ
+        if renderers.default == "plotly_mimetype" and not chosen:  # plotly's default in a notebook
+            self.show("plotly_mimetype+notebook_connected")
+        else:
+            super()._ipython_display_()
+
+
 def framed(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
     """Return a figure with the layout that all share, on the page's own background, made at once:
     changing it later is slow.
@@ -220,4 +264,4 @@ def framed(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     }
-    return go.Figure(list(traces), {**common, **layout})
+    return Drawing(list(traces), {**common, **layout})

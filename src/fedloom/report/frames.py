@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import escape
-
-from fedloom.report.cells import best_cells
+from fedloom.report.layouts import templates
 from fedloom.report.summary import RunSummary, best, bytes_down, bytes_up, final, personal, seconds
 from fedloom.report.units import byte_text, time_text
 
@@ -67,12 +65,4 @@ def text_table(table: "pandas.DataFrame") -> str:
 
 def html_table(table: "pandas.DataFrame", notes: Sequence[str] = ()) -> str:
     """Return a table for a notebook, the best of each column in bold, and notes below it."""
-    escaped = table.map(lambda cell: escape(cell.text))
-    shown = escaped.mask(best_cells(table), escaped.map("<b>{}</b>".format))
-    heads = "".join(f"<th>{escape(column.title)}</th>" for column in table)
-    body = "".join(
-        f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in shown.to_numpy().tolist()
-    )
-    return f"<table><tr>{heads}</tr>{body}</table>" + "".join(
-        f"<p><small>{escape(note)}</small></p>" for note in notes
-    )
+    return templates().get_template("notebook.html").render(table=table, notes=notes)

@@ -11,21 +11,19 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from fedloom.common.errors import InvalidValue
-from fedloom.report.cells import best_cells, score_cell, target_text
+from fedloom.report.cells import score_cell, target_text
 from fedloom.report.clients import client_table
 from fedloom.report.conclusions import conclusions
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, plotly_script, styles
+from fedloom.report.layouts import NO_BREAK, templates, with_signs
 from fedloom.report.method_settings import settings_table, tuning_notes
 from fedloom.report.sheet import Criterion, Sheet, caption, explained, faults_in, overall, reading
 from fedloom.report.summary import (
@@ -43,7 +41,6 @@ from fedloom.report.summary import (
 from fedloom.report.units import byte_text, percent, time_text
 from fedloom.state.files import write_text
 
-NO_BREAK = "\u00a0"
 FAULTS = 60  # kinds of faults that are listed; more are counted
 
 PRIVATE = (
@@ -134,12 +131,8 @@ def render(
         conclusions=conclusions([sheet]),
         tables=sheet.halves(),
         settings=settings_table(sheet),
-        captions=[
-            *explained([sheet]),
-            *tuning_notes([sheet]),
-            _sentence(faults_in(sheet)),
-            *reading([sheet]),
-        ],
+        faults_in=_sentence(faults_in(sheet)),
+        notes=[*explained([sheet]), *tuning_notes([sheet]), *reading([sheet])],
         differences=sheet.differences,
         figures=sections,
         axes={x: x.capitalize() + "s" * (x == "round") for x in axes},
@@ -175,32 +168,11 @@ def render_overview(
             *_cost_tiles(runs),
         ],
         table=overall(sheets),
-        captions=[caption(sheets), *explained(sheets)[:1], *tuning_notes(sheets), *reading(sheets)],
+        caption=caption(sheets),
+        notes=[*explained(sheets), *tuning_notes(sheets), *reading(sheets)],
         pages=[(sheet.setting, pages[sheet.setting], faults_in(sheet)) for sheet in sheets],
         figures=drawn,
     )
-
-
-@cache
-def templates() -> Environment:
-    """Return the templates of all pages, which escape their values."""
-    loader = PackageLoader("fedloom.report")
-    environment = Environment(
-        loader=loader,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.globals["best_cells"] = best_cells
-    environment.globals["asset"] = lambda name: Markup(
-        (files("fedloom.report") / "assets" / name).read_text("utf-8")
-    )
-    # without sorting the keys
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters |= {"breakable": _breakable, "lines": _lines}
-    environment.filters["nobreak"] = lambda text: text.replace(" ", NO_BREAK)
-    return environment
 
 
 def _page(
@@ -210,7 +182,10 @@ def _page(
     drawn: Sequence[ReportFigure],
     **contents: Any,
 ) -> str:
-    return templates().get_template(template).render(
+    return rendered(
+        template,
+        drawn,
+        title=options.title,
         options=dataclasses.asdict(options),
         lead=_lead([dotted(run.configuration) for run in runs]),
         unfinished=_unfinished(runs),
@@ -219,33 +194,35 @@ def _page(
         faults=_faults(runs),
         configuration=_facts([run.configuration for run in runs], {"algorithm", "seed", "command", "targets"}),
         environment=_facts([run.environment for run in runs], {"command"}),
-        drawn={
-            figure.name: {
-                "choice": figure.choice,
-                "variants": {value: json.loads(variant.to_json()) for value, variant in figure.variants.items()},
-            }
-            for figure in drawn
-        },
-        plotly=Markup(plotly_script(drawn)),
         **contents,
     )  # fmt: skip
 
 
-def _breakable(text: str) -> Markup:
-    """Return a key or a name that may be broken after its dots, underscores, brackets and equals
-    signs, but in no number.
+def rendered(template: str, drawn: Sequence[ReportFigure], **contents: Any) -> str:
+    """Return a page from its template; its scripts draw the figures."""
+    slots = {
+        figure.name: {"choice": figure.choice, "variants": _variants(figure)} for figure in drawn
+    }
+    plotly = Markup(plotly_script(drawn))
+    return templates().get_template(template).render(drawn=slots, plotly=plotly, **contents)
+
+
+def _variants(figure: ReportFigure) -> dict[str, Any]:
+    """Return the drawings by the value of the choice; variants with the same kinds of traces as the
+    first one, such as curves over bytes, hold only values that differ.
     """
-    return Markup(re.sub(r"([_(=]|\.(?!\d))", r"\1<wbr>", str(escape(text))))
-
-
-def _lines(text: str) -> Markup:
-    """Return a title with its line breaks, in which signs stay with their numbers."""
-    return Markup("<br>").join(_with_signs(text).splitlines())
-
-
-def _with_signs(text: str) -> str:
-    """Return text with `80 %` and `≤ 0.2` on one line each."""
-    return re.sub(r"([≤≥]) ", rf"\1{NO_BREAK}", text.replace(" %", f"{NO_BREAK}%"))
+    variants = {value: json.loads(each.to_json()) for value, each in figure.variants.items()}
+    first, *others = variants.values()
+    for other in others:
+        pairs = list(zip(first["data"], other["data"], strict=False))
+        alike = all(trace.keys() == base.keys() for base, trace in pairs)
+        if alike and len(first["data"]) == len(other["data"]):
+            other["changes"] = [
+                {key: value for key, value in trace.items() if value != base[key]}
+                for base, trace in pairs
+            ]
+            del other["data"]
+    return variants
 
 
 def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
@@ -263,7 +240,7 @@ def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
             fewest = min(rounds, key=lambda spread: spread.mean)
             methods = [method for method, spread in rounds.items() if spread.mean == fewest.mean]
             number = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
-            title = _with_signs(f"Fewest rounds to {target_text(metric, target)}")
+            title = with_signs(f"Fewest rounds to {target_text(metric, target)}")
             tiles.append((title, number, _listed(methods, 2) if len(rows) > 1 else ""))
     return tiles + _cost_tiles(runs)
 
@@ -351,15 +328,17 @@ def _faults(runs: Sequence[RunSummary]) -> dict[str, Any]:
     for run in runs:
         for number, client, reason in faults(run):
             by_reason.setdefault((run.algorithm, reason), []).append((number, client))
+    frequent = sorted(by_reason.items(), key=lambda item: -len(item[1]))
     lines = []
-    for (method, reason), cases in sorted(by_reason.items(), key=lambda item: -len(item[1]))[
-        :FAULTS
-    ]:
-        clients = Counter(client for _, client in cases).most_common()
-        names = [f"{client} ({times}×)" if times > 1 else str(client) for client, times in clients]
-        span = " to ".join(map(str, sorted({min(cases)[0], max(cases)[0]})))
-        lines.append((method, reason, str(len(cases)), _listed(names, 6), span))
-    return {"lines": lines, "unlisted": max(0, len(by_reason) - FAULTS)}
+    for cause, cases in frequent[:FAULTS]:
+        rounds, clients = zip(*cases, strict=True)
+        names = [
+            f"{client} ({times}×)" if times > 1 else str(client)
+            for client, times in Counter(clients).most_common()
+        ]
+        span = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
+        lines.append((*cause, str(len(cases)), _listed(names, 6), span))
+    return {"lines": lines, "unlisted": len(frequent[FAULTS:])}
 
 
 def _facts(tables: Sequence[Mapping[str, Any]], without: set[str]) -> dict[str, str]:

@@ -14,13 +14,14 @@ from fedloom.report.figures import (
     BAND,
     ROUNDS,
     SEQUENCE,
-    SHARES,
     ReportFigure,
     Style,
+    align,
     evenly_spaced,
     framed,
     number_format,
     pale,
+    share_axis,
     styles,
 )
 from fedloom.report.landscapes import Entry, cross_sections, landscape, trajectories
@@ -112,7 +113,8 @@ def _curves(
     kind: str,
     lines: Mapping[str, tuple[str, str]],
     measure: str,
-    yaxis: Mapping[str, Any],
+    title: str,
+    form: str = "",
 ) -> go.Figure:
     """Draw the values of the recorder of this `kind` as curves of the `measure`; `lines` gives for
     each of its keys the ending of the method's name, and the dash.
@@ -132,13 +134,9 @@ def _curves(
             if ending and trace.hoverinfo != "skip":
                 trace.update(name=f"{trace.name}{ending}", line={"dash": dash}, mode="lines")
             traces.append(trace)
-    return framed(
-        traces,
-        380,
-        xaxis=ROUNDS,
-        yaxis=yaxis,
-        hovermode="closest",
-    )
+    shares = share_axis(traces) if is_share(measure) else {}
+    yaxis = {"title": title, "hoverformat": form or None, **shares}
+    return framed(traces, 380, xaxis=ROUNDS, yaxis=yaxis, hovermode="closest")
 
 
 def _objectives(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
@@ -149,7 +147,7 @@ def _objectives(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
             f"models uploaded (solid).{_band(runs)}"
         )
         lines = {"before": (", before", "dot"), "after": (", after", "solid")}
-        figure = _curves(runs, "objective", lines, "training_loss", {"title": "Training objective"})
+        figure = _curves(runs, "objective", lines, "training_loss", "Training objective")
         yield ReportFigure.of("objective", "Training objective", caption, figure)
 
 
@@ -160,8 +158,7 @@ def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
         uploaded = f"over all pairs of models that the clients uploaded in a round{dotted}."
         caption = f"{uploaded}{_band(runs)}"
         lines = {"uploaded": ("", "solid"), "pool": (", pool", "dot")}
-        yaxis = {"title": "Mean cosine similarity", "hoverformat": ".5~g"}
-        figure = _curves(runs, "similarity", lines, "pool_cosine", yaxis)
+        figure = _curves(runs, "similarity", lines, "pool_cosine", "Mean cosine similarity", ".5~g")
         yield ReportFigure.of("similarity", "Mean cosine similarity", caption, figure)
 
 
@@ -171,22 +168,15 @@ def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
     """
     if recorded := of_kind(runs, "memorisation"):
         wrong = max(int(np.reshape(entry["samples"], (-1, 2))[0, 1]) for _, entry in recorded)
-        explained = (
-            f"; solid, those with right labels; of the up to {wrong:,} with wrong ones, the "
-            "share that is classified by the "
-            "true label (dashed) and as given, that is, memorised (dotted)."
-        )
-        samples = (
-            "of the global model on training "
-            f"samples{explained if wrong else ', all of which have right labels.'}"
-        )
+        samples = "predicted by the global model. Training samples with right labels: solid."
+        if wrong:
+            samples += " Mislabelled samples: dashed = true label predicted, dotted = wrong label."
         lines = {
             "right": (", right", "solid"),
             "corrected": (", wrong, true label", "dash"),
             "memorised": (", wrong, as given", "dot"),
         }
-        yaxis = {"title": "Share of training samples", **SHARES}
-        figure = _curves(runs, "memorisation", lines, "accuracy", yaxis)
+        figure = _curves(runs, "memorisation", lines, "accuracy", "Share of training samples")
         yield ReportFigure.of(
             "memorisation", "Right and wrong labels", f"{samples}{_band(runs)}", figure
         )
@@ -197,14 +187,7 @@ def _local_models(
 ) -> Iterator[ReportFigure]:
     recorded = of_kind(chosen, "aggregate")
     for measure in dict.fromkeys(name for run, _ in recorded for name in (run.metric.name, "loss")):
-        lines = [
-            line
-            for _, entry in recorded
-            for line in (*entry["models"][measure], entry["global"][measure])
-        ]
-        values = [value for line in lines for value in line if value is not None]
-        low, high = min(values, default=0.0), max(values, default=1.0)
-        margin = 0.05 * ((high - low) or 1.0)
+        drawn: list[ReportFigure] = []
         for run, entry in recorded:
             name, share = run.algorithm, is_share(measure, run.metric)
             number = f"%{{y:{number_format(share)}}}"
@@ -237,8 +220,10 @@ def _local_models(
                 name=f"global model of {html.escape(name)}",
                 **common,
             )
-            limits = {**(SHARES if share else {}), "range": [low - margin, high + margin]}
-            yaxis = {"title": title_of(measure, run.metric), **limits}
+            yaxis = {
+                "title": title_of(measure, run.metric),
+                "tickformat": ".2~%" if share else None,
+            }
             figure = framed([*traces, thick], 340, xaxis=ROUNDS, yaxis=yaxis, hovermode="closest")
             count = len(entry["slots"])
             models = (
@@ -249,9 +234,10 @@ def _local_models(
                 "model aggregated from them (thick). "
                 f"Seed {run.seed}."
             )
-            yield ReportFigure.of(
-                f"local-{measure}-{name}", f"Local models: test {measure}", caption, figure
-            )
+            title = f"Local models: test {measure}"
+            drawn.append(ReportFigure.of(f"local-{measure}-{name}", title, caption, figure))
+        align([figure.variants[""] for figure in drawn])
+        yield from drawn
 
 
 def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:

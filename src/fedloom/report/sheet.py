@@ -342,12 +342,10 @@ def explained(sheets: Sequence[Sheet]) -> list[str]:
         f"{spread}{first.metric.title} on the test set: final after {rounds} rounds, best of any "
         f"evaluation (chosen on the test data), mean of the {_last(first.averaged)}."
     ]
-    if first.averaged < first.last and first.rows["rounds"].iloc[0] > 1:
-        texts.append(
-            f"Warning: last = {first.last} covers every evaluation, the first ones too: the "
-            "mean is over the last "
-            "tenth of them instead."
-        )
+    evaluations = max(len(accuracies(run)) for run in first.runs)
+    if first.averaged < first.last and evaluations > 1:
+        used = "the last one" if first.averaged == 1 else f"the last {first.averaged}"
+        texts.append(f"Only {evaluations} evaluations: 'mean of last' uses {used}.")
     if any(sheet.rows["personal"].notna().any() for sheet in sheets):
         texts.append(
             f"Clients' own: {first.metric.noun} of each client's own model on its own test "

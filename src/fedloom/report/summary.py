@@ -178,7 +178,7 @@ def summarise(
         rounds = {key: spreads[f"rounds_to_{key}"] for key in map(target_key, targets)}
         rows.append(
             {
-                "algorithm": method,
+                "method": method,
                 "seeds": len(group),
                 "rounds": max(len(run.records) for run in group),
                 **{
@@ -189,7 +189,7 @@ def summarise(
                 "faults": sum(len(faults(run)) for run in group),
             }
         )
-    return pandas.DataFrame(rows, dtype=object).set_index("algorithm", drop=True)
+    return pandas.DataFrame(rows, dtype=object).set_index("method")
 
 
 def by_algorithm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:

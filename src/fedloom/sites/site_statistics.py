@@ -4,7 +4,7 @@ import logging
 import math
 
 from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue
-from fedloom.report.export import escape_markdown, markdown_table
+from fedloom.report.export import markdown_table
 from fedloom.sites.agreement import Deployment
 from fedloom.sites.known_sites import KnownSites
 from fedloom.sites.messages import Words, pack, words_of
@@ -40,10 +40,8 @@ def site_statistics(settings: Deployment, sites: KnownSites) -> Statistics:
             "statistics with noise are read from %s: new ones would cost the same privacy again",
             path,
         )
-    table = statistics_table(statistics)
-    lines = ([escape_markdown(cell.text) for cell in line] for line in table.to_numpy())
-    text = markdown_table([column.title for column in table.columns], lines)
-    shown = f"statistics of the sites' data:\n\n{text}\n{caption(statistics)}"
+    table = markdown_table(statistics_table(statistics))
+    shown = f"statistics of the sites' data:\n\n{table}\n{caption(statistics)}"
     _logger.info(f"{shown}\nall numbers, and a page: {folder}")  # several lines on purpose
     return statistics
 

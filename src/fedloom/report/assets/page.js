@@ -13,13 +13,18 @@
   };
 
   function draw(name) {
+    const element = document.getElementById(name);
+    // A folded figure has no size: it is drawn when its section opens.
+    if (element.closest("details:not([open])")) return;
     const { choice, variants } = slots[name];
-    const figure = variants[chosen[choice]] ?? Object.values(variants)[0];
-    const data = figure.data.map((trace) => ({ ...trace, visible: !hidden.has(trace.legendgroup) }));
+    const first = Object.values(variants)[0];
+    const figure = variants[chosen[choice]] ?? first;
+    const traces = figure.data ?? first.data.map((trace, k) => ({ ...trace, ...figure.changes[k] }));
+    const data = traces.map((trace) => ({ ...trace, visible: !hidden.has(trace.legendgroup) }));
     // On a touch screen a finger on a figure scrolls the page.
     // The chips are the legend of the methods; a figure of other lines brings its own.
     const layout = { showlegend: false, ...figure.layout, dragmode: touch ? false : "zoom" };
-    return Plotly.react(document.getElementById(name), data, layout, settings);
+    Plotly.react(element, data, layout, settings);
   }
 
   function showMethods() {
@@ -113,6 +118,10 @@
   }
   next();
 
+  for (const fold of document.querySelectorAll("details")) {
+    fold.addEventListener("toggle", () => fold.querySelectorAll("figure > div").forEach(({ id }) => draw(id)));
+  }
+
   function resize() {
     for (const name of Object.keys(slots)) {
       const figure = document.getElementById(name);
@@ -121,7 +130,9 @@
   }
   // Paper is laid out at once, and Plotly resizes only later: so the drawings are scaled as they are, like pictures.
   window.addEventListener("beforeprint", () => {
-    while (waiting.length) draw(waiting.shift());
+    document.querySelectorAll("details").forEach((fold) => { fold.open = true; });
+    waiting.length = 0;
+    Object.keys(slots).filter((name) => !document.getElementById(name).data).forEach(draw);
     for (const container of document.querySelectorAll(".svg-container")) {
       const { clientWidth: width, clientHeight: height } = container;
       container.style.aspectRatio = `${width} / ${height}`;

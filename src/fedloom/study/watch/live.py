@@ -13,7 +13,8 @@ from fedloom.common.digest import digest
 from fedloom.common.errors import CheckpointError
 from fedloom.objectives import ACCURACY
 from fedloom.report import summary as figures
-from fedloom.report.page import render, templates
+from fedloom.report.layouts import templates
+from fedloom.report.page import render
 from fedloom.report.summary import RunSummary
 from fedloom.runs.directory import RunDirectory, readable
 
