@@ -85,6 +85,25 @@ def test_all_figures_equal_pandas_on_the_pooled_rows() -> None:
     assert frame.loc["dose", "mean"] == result.columns["dose"].mean
 
 
+def test_the_figures_cover_the_data_and_bars_have_one_width() -> None:
+    result = collect(asking(frames()), Survey(smallest=1, bins=50))
+    pooled = pd.concat(frames())
+    figure = result.plot()
+    axes = [figure.layout.xaxis, figure.layout.xaxis2, figure.layout.xaxis3]
+    for name, axis, bars in zip(result.columns, axes, figure.data, strict=True):
+        column = result.columns[name]
+        if column.categories:
+            assert list(bars.y) == sorted(column.categories.values(), reverse=True)
+            assert tuple(axis.range) == (-0.5, len(column.categories) - 0.5)
+        else:
+            width = (column.edges[1] - column.edges[0]) / 50
+            inside = pooled[name].clip(*column.edges).dropna()
+            assert inside.min() - width <= axis.range[0] <= inside.min()
+            assert inside.max() <= axis.range[1] <= inside.max() + width
+            assert sum(bars.y) == len(inside)
+            assert bars.y[0] > 0 < bars.y[-1]
+
+
 def test_counts_below_the_smallest_leave_no_client() -> None:
     result = collect(asking(frames()), Survey(smallest=8))
     rows, rare = frames(), {"f": 0, "m": 0, "x": 0}
@@ -388,3 +407,5 @@ def test_names_of_strangers_steer_no_terminal_and_fill_no_page(tmp_path: Path) -
     for text in (shown, page.split("<table")[1].split("</table>")[0]):
         assert not {"\x1b", "\x07", "\r", "\u202e"} & set(text)
     assert "y" * 201 not in page
+    assert len(page) < 1_500_000
+    assert "Most frequent" in page

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
@@ -20,8 +20,9 @@ from fedloom.common.fields import Count, Positive, require_fields
 from fedloom.data.formats.limits import reading
 from fedloom.parts.privacy import OpenShare
 from fedloom.report.cells import Cell, Column, table_of
-from fedloom.report.figures import COLOURS
-from fedloom.report.frames import data_frame, html_table
+from fedloom.report.figures import COLOURS, ReportFigure, framed
+from fedloom.report.frames import data_frame
+from fedloom.report.page import rendered
 from fedloom.state.files import write_text
 
 if TYPE_CHECKING:
@@ -174,11 +175,19 @@ class Statistics:
         numbers as JSON.
         """
         if Path(path).suffix == ".html":
-            figure = self.plot().to_html(
-                full_html=False, config={"displaylogo": False, "responsive": True}
-            )
-            text = _PAGE.format(
-                table=html_table(statistics_table(self), [caption(self)]), figure=figure
+            drawn = [
+                ReportFigure.of(
+                    f"column-{number}", shortened(name), "", _figure(column, self._slots)
+                )
+                for number, (name, column) in enumerate(self.columns.items())
+            ]
+            text = rendered(
+                "statistics.html",
+                drawn,
+                title="Statistics of the clients' data",
+                table=statistics_table(self),
+                caption=caption(self),
+                figures=drawn,
             )
         else:
             text = json.dumps(asdict(self), indent=1) + "\n"
@@ -188,45 +197,75 @@ class Statistics:
         """Draw the histogram of each column of numbers, and the rows of the most frequent
         categories of each other.
         """
-        count = len(self.columns)
+        lines = math.ceil(len(self.columns) / ACROSS) or 1
         titles = [html.escape(shortened(name)) for name in self.columns]
-        figure = make_subplots(
-            count, 1, subplot_titles=titles, vertical_spacing=0.3 / max(1, count)
+        grid = make_subplots(lines, ACROSS, subplot_titles=titles, vertical_spacing=0.3 / lines)
+        for number, column in enumerate(self.columns.values()):
+            place = {"row": number // ACROSS + 1, "col": number % ACROSS + 1}
+            drawn = _figure(column, self._slots)
+            grid.add_trace(drawn.data[0], **place)
+            grid.update_xaxes(drawn.layout.xaxis, **place)
+            grid.update_yaxes(drawn.layout.yaxis, **place)
+        layout = grid.layout.to_plotly_json() | _PANEL
+        del layout["template"]
+        return framed(grid.data, 60 + HEIGHT * lines, **layout)
+
+    @property
+    def _slots(self) -> int:
+        """Bars of each figure of categories, so that bars have the same width in all of them."""
+        return min(
+            DRAWN, max((len(column.categories) for column in self.columns.values()), default=0)
         )
-        for row, column in enumerate(self.columns.values(), 1):
-            listed = _frequent(column)[:DRAWN]
-            edges, rows = np.linspace(*column.edges, len(column.bins) + 1), np.array(column.bins)
-            x = (
-                [html.escape(shortened(text)) for text, _ in listed]
-                if column.categories
-                else (edges[1:] + edges[:-1]) / 2
-            )
-            y = [count for _, count in listed] if column.categories else rows
-            figure.add_bar(x=x, y=y, row=row, col=1, marker_color=COLOURS[0])
-            figure.update_xaxes(row=row, col=1, type="category" if column.categories else "linear")
-            figure.update_yaxes(row=row, col=1, title="Rows")
-        look = {
-            "template": "plotly_white",
-            "showlegend": False,
-            "bargap": 0.02,
-            "margin": {"l": 60, "r": 20, "t": 60},
-        }
-        return figure.update_layout(height=120 + 200 * count, **look)
 
 
 DRAWN = 12
 """Categories of a column that are drawn, those with the most rows."""
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Statistics of the clients' data</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 1100px; padding: 0 1rem; }}
-td, th {{ padding: 2px 10px; text-align: right; white-space: nowrap; }} td:first-child {{ text-align: left; }}
-</style></head>
-<body><h1>Statistics of the clients' data</h1><div style="overflow-x: auto">{table}</div>{figure}</body></html>
-"""
+ACROSS = 3
+"""Columns of the grid of figures."""
+
+HEIGHT = 240
+"""Pixels of a figure."""
+
+FLAT = 3
+"""Categories that have room for horizontal names."""
+
+
+LABEL = 12
+"""Characters of a category on an axis, at most; the page shows the complete name on hover."""
+
+_PANEL: dict[str, Any] = {"bargap": 0.06, "showlegend": False}
+
+
+def _figure(column: ColumnStatistics, slots: int) -> go.Figure:
+    """Draw the rows of a column: by bin, from the first to the last with rows, or by category.
+
+    Margins are fixed, so that all figures have the same size.
+    """
+    if column.categories:
+        names, rows = zip(*_frequent(column)[:DRAWN], strict=True)
+        x: Any = [html.escape(shortened(name)) for name in names]
+        cut = [f"{name[:LABEL]}…" if len(name) > LABEL else name for name in names]
+        labels = [html.escape(shortened(name)) for name in cut]
+        axis: dict[str, Any] = {"type": "category", "range": [-0.5, slots - 0.5]}
+        axis |= {"tickvals": x, "ticktext": labels, "tickangle": -35 if slots > FLAT else 0}
+    else:
+        edges, rows = np.linspace(*column.edges, len(column.bins) + 1), column.bins
+        filled = np.flatnonzero(np.array(rows) > 0)
+        first, last = (filled[0], filled[-1] + 1) if len(filled) else (0, len(rows))
+        x, rows = ((edges[1:] + edges[:-1]) / 2)[first:last], rows[first:last]
+        axis = {"range": [edges[first], edges[last]]}
+    bars = go.Bar(
+        x=x, y=rows, marker_color=COLOURS[0], hovertemplate="%{x}: %{y:,.4~g} rows<extra></extra>"
+    )
+    return framed(
+        [bars],
+        HEIGHT,
+        xaxis={**axis, "automargin": False},
+        yaxis={"automargin": False, "tickformat": "~s"},
+        margin={"l": 42, "r": 10, "t": 10, "b": 62},
+        **_PANEL,
+    )
 
 
 def statistics_table(statistics: Statistics) -> "pandas.DataFrame":
@@ -235,7 +274,8 @@ def statistics_table(statistics: Statistics) -> "pandas.DataFrame":
     quantities = {"Rows": [c.count for c in columns], "Empty": [c.empty for c in columns], "Mean": [c.mean for c in columns],
                   "Deviation": [c.deviation for c in columns]}  # fmt: skip
     quantities |= {f"{share:.0%}": [c.quantile(share) for c in columns] for share in QUANTILES}
-    filled = {Column("Column"): [Cell(shortened(name), name) for name in statistics.columns]}
+    names = [shortened(name) for name in statistics.columns]
+    filled = {Column("Column", order="ascending"): [Cell(name, name) for name in names]}
     for title, values in quantities.items():
         if any(value == value and value for value in values):
             filled[Column(title)] = [
@@ -258,7 +298,7 @@ def caption(statistics: Statistics) -> str:
             f"; every number has noise: ε = {survey.epsilon:g} for a row at δ = {survey.delta:g}"
         )
     elif survey.smallest > 1:
-        text += f"; what fewer than {survey.smallest} rows of a client say is left out"
+        text += f"; values from fewer than {survey.smallest} rows of a client are hidden"
     return f"{text}. Quantiles are read from {survey.bins} bins."
 
 
