@@ -157,7 +157,7 @@ def test_a_comparison_in_worker_processes_and_a_search_have_accuracies() -> None
     expected = [
         fl.run("fedavg", task(), seed=seed, **OPTIONS).history[-1]["accuracy"] for seed in (0, 1)
     ]
-    assert result.frame().query("algorithm == 'fedavg'")["accuracy"].tolist() == expected
+    assert result.frame().query("method == 'fedavg'")["accuracy"].tolist() == expected
     assert (
         fl.tune(
             "fedavg", task(), {"training.learning_rate": [0.01, 0.2]}, **OPTIONS

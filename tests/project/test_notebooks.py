@@ -32,6 +32,27 @@ def printed(cell: Any) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_figure_in_a_notebook_is_also_html_with_its_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check the form that nbconvert keeps; it drops the kind of output that only JupyterLab draws."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.delenv("PLOTLY_RENDERER", raising=False)
+    source = (
+        "from fedloom.report.curves import learning_curves\n"
+        "from fedloom.report.summary import RunSummary\n"
+        "records = [{'round': k, 'accuracy': k / 9} for k in range(5)]\n"
+        "learning_curves([RunSummary('fedavg', 0, records)])"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbclient.NotebookClient(notebook, timeout=300).execute()
+    data = notebook.cells[0].outputs[-1]["data"]
+    assert FIGURE in data
+    assert "Plotly.newPlot(" in data["text/html"]
+    assert '<script charset="utf-8" src="https://cdn.plot.ly/plotly-' in data["text/html"]
+
+
 @pytest.mark.parametrize("name", ["own_method", "comparison"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_notebook_runs_and_shows_what_it_shows(

@@ -264,7 +264,7 @@ def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:
     assert report["failed"] == []
     with (tmp_path / "comparison.csv").open() as file:
         lines = list(csv.DictReader(file))
-    assert [line["algorithm"] for line in lines] == ["fedavg", "indep", "fedmr"]
+    assert [line["method"] for line in lines] == ["fedavg", "indep", "fedmr"]
     assert float(lines[2]["final"]) == pytest.approx(rows["final"].iloc[2].mean)
     assert lines[0]["rounds_to_1"] == ""
     assert "</html>" in (tmp_path / "report.html").read_text().lower()

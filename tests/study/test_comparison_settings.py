@@ -183,7 +183,7 @@ def test_a_comparison_in_several_settings_makes_each_run_once(tmp_path: Path) ->
             run["accuracy"]
             for run in report["runs"]
             if (run["algorithm"], run["setting"])
-            == (line["algorithm"], {"data.partition": line["data.partition"]})
+            == (line["method"], {"data.partition": line["data.partition"]})
         ]
         assert float(line["final"]) == pytest.approx(sum(finals) / 2)
     for name in ("comparison.md", "comparison.tex", "differences.csv"):

@@ -108,7 +108,7 @@ def test_frames_hold_the_figures_of_single_runs(tmp_path: Path) -> None:
         METHODS, task, seeds=(3, 4), directory=tmp_path, targets=[0.01], last=2, **OPTIONS
     )
     frame, curves = result.frame(), result.curves()
-    assert frame[["algorithm", "seed"]].values.tolist() == [
+    assert frame[["method", "seed"]].values.tolist() == [
         [name, seed] for seed in (3, 4) for name in METHODS
     ]
     for (_, row), method in zip(frame.iterrows(), [*METHODS.values()] * 2, strict=True):
@@ -117,10 +117,15 @@ def test_frames_hold_the_figures_of_single_runs(tmp_path: Path) -> None:
         assert row["best_accuracy"] == run.best_accuracy
         assert row["mean_of_last"] == np.mean([record["accuracy"] for record in run.history[1:]])
         assert row["rounds_to_0.01"] == run.rounds_to(0.01)
-        mine = curves[(curves["algorithm"] == row["algorithm"]) & (curves["seed"] == row["seed"])]
+        mine = curves[(curves["method"] == row["method"]) & (curves["seed"] == row["seed"])]
         assert mine["loss"].tolist() == [record["loss"] for record in run.history]
         assert mine["clients"].tolist() == [len(record["clients"]) for record in run.history]
         assert mine["round"].tolist() == [1, 2, 3]
+    with pytest.raises(
+        InvalidValue,
+        match=r"^figure 'los' is not allowed: did you mean 'loss'\? \(allowed: accuracy, ",
+    ):
+        result.plot("los")
     (difference,) = result.differences().query("measure == 'last'").to_dict("records")
     means = {
         name: [mean_of_last(run.summary, 2) for run in result.runs if run.summary.algorithm == name]

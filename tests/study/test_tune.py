@@ -329,7 +329,7 @@ def test_the_command_prints_its_trials_and_the_next_command(
     assert len(lines) == 4
     assert "best:   fedloom run runs/job/tune/best.toml\n" in out
     chosen = tomllib.loads(Path("runs/job/tune/best.toml").read_text())
-    assert chosen["algorithm"] == best["algorithm"]
+    assert chosen["algorithm"] == best["method"]
     assert str(chosen["training"]["learning_rate"]) == best["training.learning_rate"]
     assert "test:" not in out
     assert main(["run", "runs/job/tune/best.toml", "--quiet"]) == 0
@@ -429,7 +429,7 @@ def test_a_search_in_python_gives_tables_frames_and_figures(tmp_path: Path) -> N
         lines = frame[(frame["algorithm.mu"] == mu) & (frame["training.learning_rate"] == rate)]
         assert dict(zip(lines["seed"], lines["accuracy"], strict=True)) == trial.values
     assert curves["round"].tolist() == [1, 2] * 8
-    assert {trace.name for trace in result.plot().data if trace.name} == set(frame["algorithm"])
+    assert {trace.name for trace in result.plot().data if trace.name} == set(frame["method"])
     assert len(result.differences().query("measure == 'final'")) == 3
     assert repr(result).splitlines()[1].startswith(str(result.best.number))
     assert "accuracy of the last evaluation on validation data, %" in repr(result)
@@ -437,7 +437,7 @@ def test_a_search_in_python_gives_tables_frames_and_figures(tmp_path: Path) -> N
     assert f"<b>{shown['Validation'].iloc[0]}</b>" in result._repr_html_()
     assert "learning_rate=0.5" in result.report().read_text()
     with (result.folder / "trials.csv").open() as file:
-        assert [line["algorithm"] for line in csv.DictReader(file)] == [
+        assert [line["method"] for line in csv.DictReader(file)] == [
             trial.algorithm for trial in result.trials
         ]
 

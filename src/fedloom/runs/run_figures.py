@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from fedloom.common.fields import require_one_of
 from fedloom.engines.work import training_speed
 from fedloom.report import summary as figures
 from fedloom.report.curves import learning_curves
@@ -62,8 +63,21 @@ class RunFigures(ABC):
 
         Returns:
             The drawing.
+
+        Raises:
+            InvalidValue: No round has the figure.
         """
-        return learning_curves([run for _, run in self._named_runs()], figure, x)
+        runs = [run for _, run in self._named_runs()]
+        if figure:
+            records = [record for run in runs for record in run.records]
+            names = {
+                name
+                for record in records
+                for name, value in record.items()
+                if isinstance(value, float)
+            }
+            require_one_of("figure", figure, tuple(sorted(names)))
+        return learning_curves(runs, figure, x)
 
     def __repr__(self) -> str:
         return "\n".join([text_table(self.shown), *self.notes])

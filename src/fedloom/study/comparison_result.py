@@ -164,7 +164,8 @@ class ComparisonResult(RunFigures):
             remove_unfinished(folder)
             runs = [
                 {
-                    **run.name,
+                    "algorithm": run.summary.algorithm,
+                    "seed": run.summary.seed,
                     "setting": dict(run.changes),
                     **self._figures(run),
                     "directory": str(run.path),

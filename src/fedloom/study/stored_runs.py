@@ -47,7 +47,7 @@ class StoredRun:
     @property
     def name(self) -> dict[str, Any]:
         """The method and the seed."""
-        return {"algorithm": self.summary.algorithm, "seed": self.summary.seed}
+        return {"method": self.summary.algorithm, "seed": self.summary.seed}
 
 
 def read_runs(folder: Path) -> list[StoredRun]:

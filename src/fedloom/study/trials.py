@@ -59,7 +59,7 @@ def write_trials(search: Search, trials: Sequence[Trial]) -> None:
         {
             "trial": trial.number,
             **{key: plain_text(trial.changes[key]) for key in search.axes},
-            "algorithm": trial.algorithm,
+            "method": trial.algorithm,
             "validation": trial.spread and trial.spread.mean,
             "validation_std": trial.spread and trial.spread.std,
             "seeds": len(trial.values),

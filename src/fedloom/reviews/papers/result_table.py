@@ -79,7 +79,9 @@ def _plain(exhibit: str, line: CellResult) -> dict[str, object]:
     printed = line.cell.printed
     return {
         "exhibit": exhibit,
-        **{name: getattr(cell, name) for name in ("column", "row", "algorithm")},
+        "column": cell.column,
+        "row": cell.row,
+        "method": cell.algorithm,
         "measure": cell.measure.kind,
         "unit": cell.measure.unit,
         "paper": printed and (NEVER if printed.mean is None else printed.mean),
