@@ -63,7 +63,7 @@ def test_the_model_card_holds_no_steering_characters() -> None:
         HOSTILE,
         0,
         [{"round": 1, "accuracy": 0.5, HOSTILE: 0.25}],
-        [{"round": 1, "seconds": 1.0, "notices": [HOSTILE]}],
+        [{"round": 1, "seconds": 1.0, "notices": [HOSTILE[:200]]}],
         configuration={"data": {"name": "table(target='t')"}, "training": {"optimizer": HOSTILE}},
         environment={"python": HOSTILE},
     )

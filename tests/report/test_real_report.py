@@ -40,7 +40,7 @@ RECORD = [
     "similarity",
     "aggregate(every=2)",
 ]
-ROUNDS = 5
+ROUNDS = 6
 
 
 def comparison(folder: Path) -> Configuration:
@@ -172,8 +172,8 @@ def test_local_models_stand_beside_the_global_one_that_the_run_measured(
         }
         for measure in ("accuracy", "loss"):
             *thin, thick = figures[f"local-{measure}-{folder_name(method)}"].data
-            assert list(thick.x) == [2, 4]
-            assert list(thick.y) == [measured[number][measure] for number in (2, 4)]
+            assert list(thick.x) == [2, 4, 6]
+            assert list(thick.y) == [measured[number][measure] for number in (2, 4, 6)]
             assert len(thin) == len(recording(folder, method, "aggregate")["slots"]) > 1
     ends = {figures[f"local-loss-{folder_name(method)}"].layout.yaxis.range for method in METHODS}
     assert len(ends) == 1  # one scale for all figures

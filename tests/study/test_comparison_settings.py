@@ -146,7 +146,7 @@ def test_an_impossible_setting_is_refused_before_the_first_round(tmp_path: Path)
 
 def test_a_comparison_in_several_settings_makes_each_run_once(tmp_path: Path) -> None:
     settings = {"data": {"partition": ["iid", "dirichlet(0.5)"]}}
-    job = plan(tmp_path, seeds=[0, 1], settings=settings)
+    job = plan(tmp_path, rounds=3, seeds=[0, 1], settings=settings)
     events: list[Event] = []
     assert Comparison.of(job).run(events.append) == {}
     assert sum(event.kind == "ended" for event in events) == 8
@@ -190,7 +190,9 @@ def test_a_comparison_in_several_settings_makes_each_run_once(tmp_path: Path) ->
         assert "dirichlet(0.5)" in (tmp_path / name).read_text()
 
     events.clear()
-    wider = plan(tmp_path, seeds=[0, 1], settings={**settings, "training": {"epochs": [1, 2]}})
+    wider = plan(
+        tmp_path, rounds=3, seeds=[0, 1], settings={**settings, "training": {"epochs": [1, 2]}}
+    )
     Comparison.of(wider).run(events.append)  # the runs above had one local epoch
     assert {event.run.setting for event in events if event.kind == "skipped"} == {
         "data.partition=iid, training.epochs=1",

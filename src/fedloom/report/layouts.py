@@ -56,7 +56,8 @@ def templates() -> Environment:
         "lines": _lines,
         "markdown": escape_markdown,
         "nobreak": lambda text: text.replace(" ", NO_BREAK),
-        "printable": lambda value: printable(str(value)),
+        "plain": _plain,
+        "printable": printable,
         "signs": with_signs,
     }
     return environment
@@ -76,8 +77,11 @@ def _breakable(text: str) -> Markup:
 
 def _code(text: str) -> str:
     """Return a name as code in Markdown; it may come from a file."""
-    name = shortened(text).replace("`", "'")
-    return f"`{name}`"
+    return f"`{_plain(text)}`"
+
+
+def _plain(value: object) -> str:
+    return shortened(str(value)).replace("`", "'")
 
 
 def _lines(text: str) -> Markup:
