@@ -51,7 +51,7 @@ def surest(outputs: Tensor, labels: Tensor) -> Tensor:
 
 def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
     config = run_config("fedper", tmp_path / "sites")
-    metrics = """metrics = ["f1(average='macro')", "test_flower_server:surest"]\n"""
+    metrics = """metrics = ["f1(average='macro')", "sites.test_server_app:surest"]\n"""
     config["configuration"] = f"targets = [0.01]\n{metrics}{config['configuration']}"
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     server_app.app(grid, Context(RUN, 1, {}, RecordDict(), config))
@@ -461,7 +461,7 @@ def two_samples() -> Any:
 
 @pytest.mark.parametrize(("name", "tests"), [("a_pair", 0), ("two_pairs", 2), ("two_samples", 1)])
 def test_a_site_names_a_function(name: str, tests: int) -> None:
-    train, test = own_data(f"test_flower_server:{name}")
+    train, test = own_data(f"sites.test_server_app:{name}")
     assert train.inputs.shape == (4, 3)
     assert train.labels.tolist() == [0, 1, 1, 0]
     assert (0 if test is None else len(test)) == tests
