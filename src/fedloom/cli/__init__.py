@@ -136,17 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
-        if "\n" in error.format_message():
-            error.show()  # without arguments: the help
-        else:
-            # typer and click each add the same suggestion
-            text = re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message())
-            command = (
-                error.ctx.command_path
-                if isinstance(error, click.UsageError) and error.ctx
-                else "fedloom"
-            )
-            _print_error(f"{text.rstrip('.')} (see {command} --help)")
+        _print_usage_error(error, words)
         return 2
     except (Diverged, DiskFull, RunsFailed) as error:
         _print_error(str(error))
@@ -164,6 +154,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{located(error, error_text(error))} (FEDLOOM_TRACEBACK=1 prints the traceback)"
         )
         return 1
+
+
+def _print_usage_error(error: click.ClickException, words: Sequence[str]) -> None:
+    if "\n" in error.format_message():
+        error.show()  # without arguments: the help
+    else:
+        # typer and click each add the same suggestion
+        text = re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message())
+        command = (
+            error.ctx.command_path
+            if isinstance(error, click.UsageError) and error.ctx
+            else "fedloom"
+        )
+        if isinstance(error, click.NoSuchOption) and (hint := _key_form(error, words)):
+            text = f"{error.option_name} is a key of the configuration: write {hint}"
+        _print_error(f"{text.rstrip('.')} (see {command} --help)")
+
+
+def _key_form(error: click.NoSuchOption, words: Sequence[str]) -> str:
+    """Return `rounds=5` for the words `--rounds 5`, or "" where the option is no key."""
+    from fedloom.runs.config_file import KEYS
+
+    key = error.option_name.lstrip("-").replace("-", "_")
+    if key not in KEYS:
+        return ""
+    for number, word in enumerate(words):
+        if word.startswith(f"{error.option_name}="):
+            return f"{key}={word.partition('=')[2]}"
+        if word == error.option_name and number + 1 < len(words):
+            return f"{key}={words[number + 1]}"
+    return f"{key}=..."
 
 
 def _print_error(text: str) -> None:

@@ -27,7 +27,7 @@ def require_device(name: str) -> None:
     The device need not exist on this machine.
     """
     if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", name):
-        nearest = suggestion(name, ("cpu", "cuda", "auto"))
+        nearest = suggestion({"gpu": "cuda"}.get(name, name), ("cpu", "cuda", "auto"))
         raise InvalidValue(
             f"device {quoted(name)} is not allowed{nearest} (allowed: cpu, cuda, cuda:1, auto)"
         )

@@ -109,15 +109,7 @@ def render(
     if not runs:
         raise InvalidValue("a report needs at least one run")
     settings = runs[0].configuration
-    if sheet is None:
-        measure = (
-            "personal"
-            if settings.get("personal_every") and any(run.clients for run in runs)
-            else "last"
-        )
-        sheet = Sheet(
-            runs, list(settings.get("targets", ()) if targets is None else targets), measure=measure
-        )
+    sheet = sheet or usual_sheet(runs, targets)
     sections = report_figures(runs, by or sheet.criterion)
     axes = [x for x in AXES if any(x in figure.variants for figure in sections["curves"])]
     return _page(
@@ -132,7 +124,9 @@ def render(
         tables=sheet.halves(),
         settings=settings_table(sheet),
         faults_in=_sentence(faults_in(sheet)),
-        notes=[*explained([sheet]), *tuning_notes([sheet]), *reading([sheet])],
+        compared=_compared(runs, sheet),
+        tuning=tuning_notes([sheet]),
+        notes=[*explained([sheet]), *reading([sheet])],
         differences=sheet.differences,
         figures=sections,
         axes={x: x.capitalize() + "s" * (x == "round") for x in axes},
@@ -140,6 +134,14 @@ def render(
         label_choices={name: name for figure in sections["clients"] for name in figure.variants},
         clients=client_table(runs),
     )
+
+
+def usual_sheet(runs: Sequence[RunSummary], targets: Sequence[TargetValue] | None = None) -> Sheet:
+    """Return the sheet of runs (at least one), by default with the targets of the first."""
+    settings = runs[0].configuration
+    personal = settings.get("personal_every") and any(run.clients for run in runs)
+    limits = list(settings.get("targets", ()) if targets is None else targets)
+    return Sheet(runs, limits, measure="personal" if personal else "last")
 
 
 def render_overview(
@@ -296,6 +298,16 @@ def _unfinished(runs: Sequence[RunSummary]) -> str:
         "shortest run ends."
     )
     return f"Not all runs have all their rounds: {_listed(short, 8)}. {warning}" if short else ""
+
+
+def _compared(runs: Sequence[RunSummary], sheet: Sheet) -> str:
+    """Return the limit of a table that leaves out runs or rounds; empty for all runs."""
+    if len(sheet.runs) < len(runs):
+        return "Tables and tests leave out the runs that have not all their rounds."
+    rounds = {len(run.records) for run in sheet.runs}
+    if max(len(run.records) for run in runs) > max(rounds):
+        return f"Tables and tests compare the first {max(rounds)} rounds, which all runs have."
+    return ""
 
 
 def _notices(runs: Sequence[RunSummary]) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from fedloom.algorithm.method import components
 from fedloom.common.errors import (
     LONGEST_QUOTED,
     FedloomError,
@@ -18,10 +19,12 @@ from fedloom.common.errors import (
 )
 from fedloom.common.expression import DEEPEST, Call, parse, parse_value, show
 from fedloom.common.fields import (
+    parameters,
     require_plain,
     type_hints,
 )
 from fedloom.common.training import Training
+from fedloom.parts.building import build
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule, Stop
 from fedloom.runs.config_check import require_known
@@ -201,6 +204,8 @@ def _read(kind: type[_Kind], table: object, section: str = "") -> _Kind:
             f"{section} must be a table with the keys {names}, not {quoted(table, show)}"
         )
     for key in table:
+        if kind is Configuration and key not in KEYS:
+            _require_no_parameter(key, table)
         require_key(prefix + key, KEYS)
     hints = type_hints(kind)
     try:
@@ -211,7 +216,22 @@ def _read(kind: type[_Kind], table: object, section: str = "") -> _Kind:
             }
         )
     except InvalidValue as error:
-        raise InvalidValue(f"{prefix}{error}") from None
+        empty = [k for k, v in table.items() if v == "none" and str(error).startswith(f"{k} must")]
+        hint = f": write {empty[0]}=[] for none" if empty and "a list" in str(error) else ""
+        raise InvalidValue(f"{prefix}{error}{hint}") from None
+
+
+def _require_no_parameter(key: str, table: Mapping[str, Any]) -> None:
+    """Raise `InvalidValue`, with the right form, for a parameter of the method as a key."""
+    try:
+        method = build(str(table.get("algorithm")))
+    except FedloomError:
+        return
+    for component in components(method):
+        if key in parameters(type(component)):
+            setattr(component, key, table[key])
+            form = quoted(str(method))
+            raise InvalidValue(f"{key} is a parameter of the method: write algorithm={form}")
 
 
 LONGEST_FILE = 4 << 20

@@ -72,7 +72,7 @@ _OBJECTS = {
     "task.loss": "a run with another loss",
 }
 
-_REMEDY = "choose another name or directory, or start again with --fresh"
+_REMEDY = "choose another name or directory, or start again with --fresh (in Python fresh=True)"
 
 
 class RunDirectory:

@@ -43,6 +43,7 @@ def run(
     trackers: Sequence[str | Tracker] = (),
     on_round: Callable[[Record, Record], None] | None = None,
     quiet: bool = False,
+    fresh: bool = False,
     **options: Any,
 ) -> Result:
     """Train a method on a task.
@@ -63,6 +64,7 @@ def run(
         trackers: Trackers that record every round, such as `["tensorboard"]` (see `build_tracker`).
         on_round: Called after each round with its figures and its times.
         quiet: Show no progress on a terminal or in a notebook.
+        fresh: Start again in the directory.
         **options: Fields of the `Schedule`, such as `rounds=50, participation=0.5, seed=0`; they
             replace those of `schedule`.
 
@@ -100,14 +102,18 @@ def run(
         nullcontext() if run_directory is None else locked(run_directory.lock),
         progress(1, schedule.rounds, quiet, brief=True) as bars,
     ):
-        begun = None if run_directory is None else run_directory.rounds
+        finished = (
+            run_directory is not None
+            and run_directory.finished
+            and run_directory.rounds == schedule.rounds
+        )
 
         def watch(event: Event) -> None:
             bars(event)
             if event.kind == "notice":
                 _logger.warning(event.text)
             elif event.kind == "started":
-                if begun not in (None, schedule.rounds):
+                if event.finished and not finished:
                     _logger.warning(
                         "%s: going on from round %d of %d",
                         directory,
@@ -119,4 +125,4 @@ def run(
             elif event.kind == "round" and on_round is not None:
                 on_round(event.record, event.timing)
 
-        return RunPlan(configuration, name, watch, run_directory, trackers=trackers).execute()
+        return RunPlan(configuration, name, watch, run_directory, fresh, trackers).execute()

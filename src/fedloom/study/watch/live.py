@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fedloom.common.errors import CheckpointError
 from fedloom.objectives import ACCURACY
 from fedloom.report import summary as figures
 from fedloom.report.layouts import templates
-from fedloom.report.page import render
+from fedloom.report.page import render, usual_sheet
 from fedloom.report.summary import RunSummary
 from fedloom.runs.directory import RunDirectory, readable
 
@@ -148,9 +149,20 @@ class Watched:
 def _rendered(title: str, runs: Sequence[RunSummary]) -> str:
     """Return the report of the runs that can be drawn, or ""."""
     with suppress(CheckpointError), readable(Path(title)):
-        return render(title, runs) if runs else ""
+        return render(title, runs, sheet=usual_sheet(_comparable(runs))) if runs else ""
     drawn = [run for run in runs if len(runs) > 1 and _rendered(title, [run])]
     return _rendered(title, drawn) if len(drawn) < len(runs) else ""
+
+
+def _comparable(runs: Sequence[RunSummary]) -> list[RunSummary]:
+    """Return the runs with all their rounds; without any, all runs cut to an equal length."""
+    ended = [run for run in runs if len(run.records) >= run.configuration.get("rounds", 0)]
+    if ended:
+        return ended
+    fewest = min(len(run.records) for run in runs)
+    return [
+        replace(run, records=run.records[:fewest], timings=run.timings[:fewest]) for run in runs
+    ]
 
 
 def _runs(folder: Path) -> Iterator[Path]:
