@@ -16,6 +16,7 @@ from fedloom.cli import main
 from fedloom.common.errors import FedloomError, InvalidValue
 from fedloom.runs.config_file import configuration
 from fedloom.study.comparison import Comparison
+from fedloom.study.watch.live import Watched
 from small_task import small_task
 
 OPTIONS: dict[str, Any] = {"rounds": 2, "participation": 1.0, "evaluate_every": 1, "quiet": True}
@@ -95,6 +96,20 @@ def test_a_comparison_trains_each_method_with_its_own_settings(tmp_path: Path) -
     fl.compare(changed, task, directory=tmp_path, **COMPARED)  # other settings, another directory
     with pytest.raises(InvalidValue, match="two methods are called 'fedavg': give labels"):
         fl.compare(["fedavg", methods["slow"]], task, **COMPARED)
+
+
+def test_runs_of_one_algorithm_are_separate_methods_also_before_the_end(tmp_path: Path) -> None:
+    methods = {
+        "slow": fl.Entry("fedavg", learning_rate=0.001),
+        "fast": fl.Entry("fedavg", learning_rate=0.3),
+    }
+    fl.compare(methods, small_task(), directory=tmp_path, **COMPARED)
+    (tmp_path / "comparison.json").unlink()  # as if the comparison went on
+    names = {"slow-learning_rate=0.001", "fast-learning_rate=0.3"}
+    assert {run.summary.algorithm for run in fl.read_comparison(tmp_path).runs} == names
+    page = Watched(tmp_path).page(None)
+    assert page is not None
+    assert set(re.findall(r'<tr data-method="([^"]+)"', page)) == names
 
 
 def test_several_processes_make_the_same_runs(tmp_path: Path) -> None:

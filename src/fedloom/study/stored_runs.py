@@ -75,7 +75,31 @@ def read_runs(folder: Path) -> list[StoredRun]:
             f"{folder} holds no run: give the folder of a run or of a comparison, such as "
             "runs/digits"
         )
+    if (folder / "comparison.json").exists():
+        return runs  # it has the labels
+    for group in by_setting(runs).values():
+        named = distinct({run.path: run.summary for run in group})
+        renamed = dict(zip((run.path for run in group), named, strict=True))
+        runs = [
+            dataclasses.replace(run, summary=renamed.get(run.path, run.summary)) for run in runs
+        ]
     return runs
+
+
+def distinct(runs: Mapping[Path, RunSummary]) -> list[RunSummary]:
+    """Return runs by their directories, named by the folders where methods have the same name.
+
+    A comparison may hold one algorithm with several settings, each in its own folder.
+    """
+    folders: dict[str, set[str]] = {}
+    for path, run in runs.items():
+        folders.setdefault(run.algorithm, set()).add(path.parent.name)
+    return [
+        dataclasses.replace(run, algorithm=path.parent.name)
+        if len(folders[run.algorithm]) > 1
+        else run
+        for path, run in runs.items()
+    ]
 
 
 def by_setting(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:

@@ -18,6 +18,7 @@ from fedloom.report.layouts import templates
 from fedloom.report.page import render, usual_sheet
 from fedloom.report.summary import RunSummary
 from fedloom.runs.directory import RunDirectory, readable
+from fedloom.study.stored_runs import distinct
 
 DEEPEST = 5
 """Levels of folders below the watched one that are searched for runs."""
@@ -68,8 +69,8 @@ class Watched:
             (group,) = groups
         if group is not None and group not in groups:
             return None
-        summaries = map(self._summary, groups.get(group or "", ()))
-        runs = [run for run in summaries if run and run.records]
+        summaries = {path: self._summary(path) for path in groups.get(group or "", ())}
+        runs = distinct({path: run for path, run in summaries.items() if run and run.records})
         name = self.folder.resolve().name
         page = _rendered(group if group and group != "." else name, runs)
         if not page:
