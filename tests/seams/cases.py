@@ -21,6 +21,9 @@ PARAMETERS = {
     "pfedme": "pfedme(regularisation=1.0, beta=0.5)",
     "fedgen": "fedgen(generator_steps=2, generator_batch=4, noise=2, hidden=4)",
     "fedmr_async": "fedmr_async(k=3)",
+    "ca2fl": "ca2fl(k=3)",
+    "fedadagrad": "fedadagrad(learning_rate=0.01)",
+    "cluster_fedvarp": "cluster_fedvarp(clusters=2)",
 }
 """Parameters of methods with defaults for larger federations."""
 
@@ -42,6 +45,7 @@ PLACES = {
         "clustered": "clustered({})",
         "clustered by size": "clustered({}, by=size)",
         "power_of_choice": "power_of_choice({})",
+        "longest_idle": "longest_idle({})",
     },
     "training": {
         "ala": "ala({})",
@@ -72,6 +76,14 @@ PLACES = {
         "norm_bound": "norm_bound({}, radius=0.1)",
         "private": "private({}, clip=0.5, noise=0.3)",
     },
+    "stale updates": {
+        "fedvarp": "fedvarp({})",
+        "mifa": "mifa({})",
+        "fedstale": "fedstale({})",
+        "cluster_fedvarp": "cluster_fedvarp({}, clusters=2)",
+    },
+    "merging": {"fisher_merge": "fisher_merge({})"},
+    "server averages": {"ema": "ema({})", "last": "last({}, n=2)"},
     "stages": {
         "stages, first": "stages({}:1, fedavg)",
         "stages, later": "stages(fedavg:1, {})",

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.algorithm.method import Method, components, name_of
 from fedloom.algorithm.records import SERVER_MODEL, Selection
+from fedloom.common.randomness import stream
 from fedloom.common.round import Round
 from fedloom.flat.layout import Layout
 from fedloom.parts.stages import HELD_OUT_LOSS
@@ -209,6 +210,139 @@ class FedDC(FedDyn):
             self.update = self.update + answer.reply["update"] / self.setting.clients
 
 
+class FedSpeed(FedDyn):
+    def sends(self, round: Round) -> list[Message]:
+        return [{"model": self.server_model} for _ in round.selected]
+
+
+class FedSMOO(FedSpeed):
+    def begin(self) -> None:
+        super().begin()
+        self.common = torch.zeros_like(self.drift)
+
+    def sends(self, round: Round) -> list[Message]:
+        return [{**message, "perturbation": self.common} for message in super().sends(round)]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        super().receive(round, answers)
+        total = mean_of([answer.reply["dual"] for answer in answers])
+        length = float(total.norm())
+        self.common = self.method.rho * total / length if length else total
+
+
+class FedGMT(Definition):
+    def begin(self) -> None:
+        self.drift = torch.zeros_like(self.setting.initial[: self.setting.trainable])
+        self.teacher = self.setting.initial.clone()
+
+    def sends(self, round: Round) -> list[Message]:
+        return [{"model": self.server_model, "teacher": self.teacher} for _ in round.selected]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count, alpha = self.setting.trainable, self.method.alpha
+        mean = mean_of([a.reply["model"] for a in answers], [a.weight for a in answers])
+        for answer in answers:
+            moved = (answer.reply["model"] - self.server_model)[:count]
+            self.drift = self.drift + moved / self.setting.clients
+        mean[:count] = mean[:count] + self.drift
+        self.teacher = alpha * self.teacher + (1 - alpha) * mean
+        self.server_model = mean
+
+
+class FedCM(Definition):
+    def begin(self) -> None:
+        self.momentum = torch.zeros_like(self.setting.initial[: self.setting.trainable])
+
+    def sends(self, round: Round) -> list[Message]:
+        return [{"model": self.server_model, "momentum": self.momentum} for _ in round.selected]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count, rate = self.setting.trainable, self.method.server_learning_rate
+        eta = round.learning_rate / (1 - self.method.plan.training.momentum)
+        gradients = []
+        for answer in answers:
+            moved = (self.server_model - answer.reply["model"])[:count]
+            steps = float(answer.reply["steps"])
+            gradients.append(moved / (steps * eta) if steps else 0 * moved)
+        self.momentum = mean_of(gradients)
+        mean = mean_of([answer.reply["model"] for answer in answers])
+        mean[:count] = (1 - rate) * self.server_model[:count] + rate * mean[:count]
+        self.server_model = mean
+
+
+class FedACG(Definition):
+    def begin(self) -> None:
+        self.momentum = torch.zeros_like(self.setting.initial[: self.setting.trainable])
+
+    def sends(self, round: Round) -> list[Message]:
+        return [self.sends_idle(round) for _ in round.selected]
+
+    def sends_idle(self, round: Round) -> Message:
+        model = self.server_model.clone()
+        model[: self.setting.trainable] += self.method.momentum * self.momentum
+        return {"model": model}
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        mean = mean_of([answer.reply["model"] for answer in answers])
+        self.momentum = (mean - self.server_model)[: self.setting.trainable]
+        self.server_model = mean
+
+
+class FedGloSS(Definition):
+    def begin(self) -> None:
+        zeros = torch.zeros_like(self.setting.initial[: self.setting.trainable])
+        self.gradient = zeros
+        self.dual = zeros.clone()
+
+    def perturbed(self) -> Tensor:
+        model, length = self.server_model.clone(), float(self.gradient.norm())
+        if length:
+            step = self.method.rho * self.gradient / length
+            model[: self.setting.trainable] += step
+        return model
+
+    def sends(self, round: Round) -> list[Message]:
+        return [{"model": self.perturbed()} for _ in round.selected]
+
+    def sends_idle(self, round: Round) -> Message:
+        return {"model": self.perturbed()}
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count, method, sent = self.setting.trainable, self.method, self.perturbed()
+        models = [answer.reply["model"] for answer in answers]
+        mean = mean_of(models, [answer.weight for answer in answers])
+        update = (mean - sent)[:count]
+        plain = (mean_of(models) - sent)[:count]
+        self.dual = self.dual - plain / (method.beta * self.setting.clients)
+        step = method.server_learning_rate * update - method.beta * self.dual
+        mean[:count] = self.server_model[:count] + step
+        self.gradient, self.server_model = -update, mean
+
+
+class Extrapolated(Definition):
+    """The plain mean of the uploads, and a step of another length: FedInit, FedSWA, FedLESAM."""
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count, method = self.setting.trainable, self.method
+        names = {"fedinit": "server_learning_rate", "fedswa": "alpha"}
+        name = names.get(name_of(method))
+        rate = 1.0 if name is None else getattr(method, name)
+        mean = mean_of([answer.reply["model"] for answer in answers])
+        mean[:count] = (1 - rate) * self.server_model[:count] + rate * mean[:count]
+        self.server_model = mean
+
+
+class FedMuon(Scaffold):
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count, clients = self.setting.trainable, self.setting.clients
+        mean = mean_of([answer.reply["model"] for answer in answers])
+        share = len(answers) / clients
+        mean[:count] = (1 - share) * self.server_model[:count] + share * mean[:count]
+        self.server_model = mean
+        for answer in answers:
+            self.variate = self.variate + answer.reply["variate"] / clients
+
+
 class FedNova(Definition):
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         count, total = self.setting.trainable, sum(answer.weight for answer in answers)
@@ -268,11 +402,13 @@ class ServerOptimizer(Definition):
             self.first = method.momentum * self.first + update
             step = rate * self.first
         else:
-            beta1, beta2 = method.beta1, method.beta2
+            beta1, beta2 = method.beta1, getattr(method, "beta2", 0.0)
             self.first = beta1 * self.first + (1 - beta1) * update
             square = update * update
             if name_of(method) == "fedadam":
                 self.second = beta2 * self.second + (1 - beta2) * square
+            elif name_of(method) == "fedadagrad":
+                self.second = self.second + square
             else:
                 self.second = self.second - (1 - beta2) * square * torch.sign(self.second - square)
             step = rate * self.first / (self.second.sqrt() + method.adaptivity)
@@ -842,6 +978,7 @@ class Wrapped(Definition):
 
     inner: Definition
     place = AROUND
+    at_clients = True  # False for the server half of a part whose client half is another level
 
     def sends(self, round: Round) -> list[Message]:
         return self.inner.sends(round)
@@ -903,6 +1040,158 @@ def same_bits(tensor: Tensor, other: Tensor) -> bool:
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
     return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
+
+
+class StaleStep(Wrapped):
+    """The server half of FedVARP, MIFA and FedStale."""
+
+    at_clients = False
+
+    def begin(self) -> None:
+        super().begin()
+        self.mean = torch.zeros_like(self.setting.initial[: self.setting.trainable])
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count, clients, method = self.setting.trainable, self.setting.clients, self.method
+        name, mean_size = name_of(method), sum(self.setting.sizes) / clients
+        unit = round.learning_rate if method.rescale else 1.0
+        beta = method.beta if name == "fedstale" else 1.0
+        rewritten, mean = [], self.mean
+        for answer in answers:
+            sent, row = answer.sent["model"], answer.reply["model"].clone()
+            change = (row - sent)[:count]
+            size = self.setting.sizes[answer.client] / mean_size if name == "fedstale" else 1.0
+            share = {"mifa": len(answers) / clients, "fedstale": size}.get(name, 1.0)
+            row[:count] = sent[:count] + beta * unit * self.mean + share * change
+            whole = answer.reply.get("stale_change", change)
+            mean = mean + size * whole / (unit * clients)
+            rewritten.append(replace(answer, reply={**answer.reply, "model": row}))
+        self.mean = mean
+        self.inner.receive(round, rewritten)
+
+
+class StaleUpload(Wrapped):
+    """The client half: an upload is the model minus the client's last update."""
+
+    place = NOISE
+
+    def begin(self) -> None:
+        super().begin()
+        self.last: dict[int, Tensor] = {}
+
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
+        count, method = self.setting.trainable, self.method
+        unit = round.learning_rate if method.rescale else 1.0
+        beta = getattr(method, "beta", 1.0)
+        for client, record in outer.items():
+            if client in refused or not record.uploads:
+                continue
+            sent = record.inbox.get(SERVER_MODEL, record.inbox["model"])
+            expected = inner[client].reply["model"].clone()
+            update = (expected - sent)[:count]
+            stale = unit * self.last.get(client, torch.zeros_like(update))
+            expected[:count] -= beta * stale
+            if wrong := difference(record.reply["model"], expected):
+                return f"client {client} uploads what is off by {wrong}"
+            if "stale_change" in record.reply and difference(
+                record.reply["stale_change"], update - stale
+            ):
+                return f"client {client} uploads another change"
+            self.last[client] = update / unit
+        return ""
+
+
+class FisherMerge(Wrapped):
+    """The last models are merged by the uploaded information; other rounds stay the same."""
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        if round.number == round.rounds:
+            answers = self.merged(answers)
+        self.inner.receive(round, answers)
+
+    def merged(self, answers: Sequence[Answer]) -> list[Answer]:
+        count = self.setting.trainable
+        mean = mean_of([a.reply["model"] for a in answers], [a.weight for a in answers])
+        above, below = 0 * mean[:count], 0 * mean[:count]
+        for answer in answers:
+            information = answer.reply["fisher"]
+            length = float(information.norm())
+            scaled = information / length if length else information
+            weight = answer.weight * (scaled + self.method.floor)
+            above = above + weight * answer.reply["model"][:count]
+            below = below + weight
+        mean[:count] = above / below
+        replies = [{k: v for k, v in a.reply.items() if k != "fisher"} for a in answers]
+        return [
+            replace(answer, reply={**reply, "model": mean})
+            for answer, reply in zip(answers, replies, strict=True)
+        ]
+
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
+        """Check all but the information, which other tests compute."""
+        plain = {
+            client: replace(record, reply={k: v for k, v in record.reply.items() if k != "fisher"})
+            for client, record in outer.items()
+        }
+        return super().unlike(round, plain, inner, refused)
+
+
+class ClusterFedVARP(Wrapped):
+    def begin(self) -> None:
+        super().begin()
+        clients, clusters = self.setting.clients, self.method.clusters
+        order = torch.randperm(
+            clients, generator=stream(self.method.plan.seed, "fedvarp clusters")
+        ).tolist()
+        self.cluster = {client: k % clusters for k, client in enumerate(order)}
+        zeros = torch.zeros_like(self.setting.initial[: self.setting.trainable])
+        self.stored = [zeros.clone() for _ in range(clusters)]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count = self.setting.trainable
+        general = mean_of([self.stored[c] for c in self.cluster.values()])
+        rewritten, groups = [], [[] for _ in self.stored]  # type: ignore[var-annotated]
+        for answer in answers:
+            c, row = self.cluster[answer.client], answer.reply["model"].clone()
+            groups[c].append((row - answer.sent["model"])[:count])
+            row[:count] += general - self.stored[c]
+            rewritten.append(replace(answer, reply={**answer.reply, "model": row}))
+        for c, group in enumerate(groups):
+            self.stored[c] = mean_of(group) if group else self.stored[c]
+        self.inner.receive(round, rewritten)
+
+
+class ServerAverage(Wrapped):
+    """The moving average, or the mean of the last models."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.models = [self.setting.initial.clone()]
+        self.average = self.models[0]
+
+    def finish(self, round: Round) -> None:
+        super().finish(round)
+        model = self.inner.model()
+        if name_of(self.method) == "ema":
+            self.average = self.method.alpha * self.average + (1 - self.method.alpha) * model
+        else:
+            self.models = [*self.models, model.clone()]
+            self.average = mean_of(self.models[1:][-self.method.n :])
+
+    def model(self) -> Tensor:
+        return self.average
 
 
 class Umf(Wrapped):
@@ -1618,6 +1907,12 @@ KINDS: dict[str, Callable[[Method, Setting], Definition]] = {
     "quantised": Coded, "sparse": Coded, "lowrank": Coded, "stages": Stages, "secure": Secure,
     "fedbuff": Buffered, "fedasync": Buffered, "clustered": Wrapped, "clusamp": Wrapped, "dp_sgd": Wrapped,
     "norm_bound": NormBound, "sign_flip": SignFlip,
+    "fedspeed": FedSpeed, "fedsmoo": FedSMOO, "fedgmt": FedGMT, "fedcm": FedCM, "mofedsam": FedCM,
+    "fedacg": FedACG, "fedgloss": FedGloSS, "fedinit": Extrapolated, "fedswa": Extrapolated,
+    "fedlesam": Extrapolated, "fedmuon": FedMuon, "fedadagrad": ServerOptimizer,
+    "fedvarp": StaleStep, "mifa": StaleStep, "fedstale": StaleStep, "cluster_fedvarp": ClusterFedVARP,
+    "ca2fl": Buffered, "longest_idle": Wrapped, "fedlaavg": Wrapped, "ema": ServerAverage, "last": ServerAverage,
+    "fisher_merge": FisherMerge,
 }  # fmt: skip
 PERSONAL = {
     "fedper", "fedrep", "lg_fedavg", "fedbn", "silobn", "ditto", "pfedme", "fedphp", "per_fedavg", "fedavg_c", "fedprox_c",
@@ -1647,6 +1942,8 @@ def definitions(method: Any, setting: Setting) -> list[Definition]:
     made = [definition(method, setting)]
     if made[0].place != LEAF and not isinstance(made[0], Stages):
         made += definitions(method.method, setting)
+    if isinstance(made[0], StaleStep):
+        made.insert(0, StaleUpload(method, setting))
     return made
 
 

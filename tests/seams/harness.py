@@ -132,7 +132,7 @@ def records_by_level(recording: Recording, definitions: Chain, number: int) -> l
     records: list[Records] = []
     following: Records = {}
     for level in reversed(definitions.levels):
-        own = recording.of(number, level.method)
+        own = recording.of(number, level.method) if getattr(level, "at_clients", True) else {}
         if level is definitions.leaf:
             made = (recording.of(number, method) for method in components(level.method))
             own = next(filter(None, made), {})

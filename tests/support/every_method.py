@@ -35,6 +35,12 @@ WRAPPERS = {
     "norm_bound": "norm_bound(fedavg, radius=0.5)",
     "sign_flip": "sign_flip(fedavg)",
     "qfedavg": "qfedavg(q=0.1)",  # larger ones make too small steps for tests
+    "cluster_fedvarp": "cluster_fedvarp(clusters=2)",
+    "ca2fl": "ca2fl(k=2)",
+    "longest_idle": "longest_idle(fedprox)",
+    "ema": "ema(fedavg)",
+    "fisher_merge": "fisher_merge(fedmr)",
+    "last": "last(fedprox, n=2)",
     # so that it splits in a short test
     "cfl": "cfl(mean_norm=1000.0, client_norm=0.0, first_round=0)",
 }

@@ -86,10 +86,12 @@ class Method:
     def __str__(self) -> str:
         """Return an expression that builds an equal method."""
         texts = []
-        for name, parameter in parameters(type(self)).items():
+        for position, (name, parameter) in enumerate(parameters(type(self)).items()):
             value = getattr(self, name)
             needed = parameter.default is parameter.empty
-            if needed and isinstance(value, Method):
+            if isinstance(value, Method) and (
+                needed or (value != parameter.default and not position)
+            ):
                 texts.append(show(value))
             elif needed or value != parameter.default:
                 texts.append(f"{name}={show(value)}")

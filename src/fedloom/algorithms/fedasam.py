@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
 from fedloom.algorithm.records import Aggregate, Message, Plan
+from fedloom.algorithms.sharpness import TINY, gradient_ahead
 from fedloom.common.fields import NonNegative, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
@@ -61,15 +62,11 @@ class FedSAM(Algorithm):
         def gradient_fn(
             rows: Tensor, batch: Batch, context: Mapping[str, Tensor]
         ) -> tuple[Tensor, Tensor]:
-            weights = rows[:, : cohort.layout.trainable]
-            current = weights.clone()
-            scale = self.scale(cohort.layout, weights)
+            scale = self.scale(cohort.layout, rows[:, : cohort.layout.trainable])
             loss, gradient = cohort.gradient(rows, batch)
             scaled = scale * gradient
-            weights.add_(scale * scaled * (self.rho / (scaled.norm(dim=1, keepdim=True) + 1e-16)))
-            _, gradient = cohort.gradient(rows, batch)
-            weights.copy_(current)
-            return loss, gradient
+            ascent = scale * scaled * (self.rho / (scaled.norm(dim=1, keepdim=True) + TINY))
+            return loss, gradient_ahead(cohort, rows, batch, ascent)
 
         return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, pad=True).model}
 

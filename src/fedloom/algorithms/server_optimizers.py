@@ -1,4 +1,4 @@
-"""FedAvgM, FedAdam and FedYogi: the server takes an optimizer's step along the mean update."""
+"""FedAvgM, FedAdam, FedYogi and FedAdagrad: the server takes an optimizer's step along the mean update."""
 
 from abc import ABC, abstractmethod
 
@@ -107,3 +107,35 @@ class FedYogi(FedAdam):
 
     def second_moment(self, moment: Tensor, square: Tensor) -> Tensor:
         return moment - (1 - self.beta2) * square * torch.sign(moment - square)
+
+
+@algorithms.register("fedadagrad")
+class FedAdagrad(ServerOptimizer):
+    """FedAvg with Adagrad on the server: m <- b1 m + (1 - b1) D, v <- v + D^2, w <- w_t + eta m /
+    (sqrt(v) + tau).
+
+    D is the mean update of the clients; v starts at tau^2 and never falls, so steps become smaller.
+    Source: Reddi et al. 2021, algorithm 2; the start of v is `fedadam`'s.
+    Use it when coordinates are updated rarely and unequally often, as rare words are.
+
+    Args:
+        learning_rate: eta.
+        beta1: b1 (paper: 0).
+        adaptivity: tau, which bounds the denominator from below (paper: 1e-3).
+    """
+
+    learning_rate: Positive = 0.1
+    beta1: BelowOne = 0.0
+    adaptivity: Positive = 1e-3
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        trainable = plan.initial[: plan.layout.trainable]
+        self.state["first_moment"] = torch.zeros_like(trainable)
+        self.state["second_moment"] = torch.full_like(trainable, self.adaptivity**2)
+
+    def step(self, update: Tensor) -> Tensor:
+        mean = self.beta1 * self.state["first_moment"] + (1 - self.beta1) * update
+        square = self.state["second_moment"] + update.square()
+        self.state |= {"first_moment": mean, "second_moment": square}
+        return self.learning_rate * mean / (square.sqrt() + self.adaptivity)

@@ -155,11 +155,18 @@ def require_plain(value: object, name: str, level: int = 1) -> None:
 def parameters(make: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters that a user may set.
 
-    These are all fields of a dataclass, and all keyword-only parameters of other callables.
+    These are all fields of a dataclass, and all keyword-only parameters of other callables. The
+    default of a field with a factory is what the factory makes.
     """
-    fields = dataclasses.is_dataclass(make)
-    signature = inspect.signature(make).parameters.values()
-    return {p.name: p for p in signature if fields or p.kind is inspect.Parameter.KEYWORD_ONLY}
+    signature = inspect.signature(make).parameters
+    if not dataclasses.is_dataclass(make):
+        return {n: p for n, p in signature.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    made = {
+        entry.name: entry.default_factory()
+        for entry in dataclasses.fields(make)
+        if entry.default_factory is not dataclasses.MISSING and entry.name in signature
+    }
+    return {n: p.replace(default=made[n]) if n in made else p for n, p in signature.items()}
 
 
 @cache

@@ -54,6 +54,17 @@ def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedu
     )
 
 
+@rate_schedules.register("linear")
+def linear(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedule:
+    """Multiply the rate by 1 - (1 - least) t / T after t of T steps.
+
+    Args:
+        over: T; by default all rounds or steps.
+        least: The factor after T steps, in [0, 1]; a factor of 0 after `over` rounds is refused.
+    """
+    return lambda done, total: 1 - (1 - least) * min(done, over or total) / (over or total)
+
+
 @rate_schedules.register("step")
 def step(*, every: Count, factor: Share = 0.1) -> RateSchedule:
     """Multiply the rate by `factor` after every `every` rounds or steps.

@@ -1,7 +1,10 @@
+from dataclasses import field
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from fedloom.algorithm.method import algorithms
+from fedloom.algorithm.method import Method, algorithms
 from fedloom.common.fields import Count, NonNegative
 from fedloom.parts.stale import StaleReplies
 
@@ -37,3 +40,23 @@ class FedBuff(StaleReplies):
         trainable = self.plan.layout.trainable
         origin = torch.cat([sent[:, :trainable], model[:, trainable:].expand(len(rows), -1)], 1)
         return torch.where(stale == 0, rows, model + weight * (rows - origin))
+
+
+def _fedvarp() -> Method:
+    return cast(Method, algorithms.build("fedvarp"))
+
+
+@algorithms.register("ca2fl")
+class CA2FL(FedBuff):
+    """CA2FL: FedBuff whose step adds the mean y of the last updates of all clients, as FedVARP
+    does.
+
+    When k clients have replied, w <- w + y + (1/k) sum_i (D_i - y_i), with D_i the displacement of
+    client i from the model that it received, and y_i <- D_i. This is `fedbuff(fedvarp,
+    staleness=0)`.
+    Source: Wang et al. 2024, algorithm 1; the authors' code is not public.
+    Use it when clients differ in speed and in data.
+    """
+
+    staleness: NonNegative = 0.0
+    method: Method = field(init=False, default_factory=_fedvarp)

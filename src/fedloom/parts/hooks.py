@@ -204,6 +204,13 @@ class Part(Method):
     def mix(self, round: Round, algorithm: Algorithm) -> None:
         """Change the models after the server's step."""
 
+    def follow(self, round: Round, model: Tensor) -> None:
+        """Read the server's model `[P]` after the round."""
+
+    def evaluated(self, model: Tensor) -> Tensor:
+        """Return the model to evaluate in place of the server's model, `[P]`."""
+        return model
+
     # --- accounting ---
 
     def account(self, round: Round, selection: Selection) -> None:
@@ -251,6 +258,8 @@ HOOKS = (
     "release",
     "integers",
     "mix",
+    "follow",
+    "evaluated",
     "account",
     "report",
 )

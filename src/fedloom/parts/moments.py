@@ -27,9 +27,9 @@ MOMENTS = (
     Moment("end of a step", ("close",), "server"),
     Moment("after the exchange", ("observe",), "server"),
     Moment("aggregation", ("rewrite", "release", "integers"), "server"),
-    Moment("after the update", ("mix",), "server"),
+    Moment("after the update", ("mix", "follow"), "server"),
     Moment("accounting", ("account", "report"), "server"),
-    Moment("evaluation", ("deploy", "personalise"), "server and clients"),
+    Moment("evaluation", ("evaluated", "deploy", "personalise"), "server and clients"),
 )
 """All moments in the order of a round."""
 

@@ -263,7 +263,7 @@ class Pipeline:
         ):
             return message
         rows = self.plan.empty_rows(len(model) + 1)
-        torch.cat([model, self.model().unsqueeze(0)], out=rows)
+        torch.cat([model, self.algorithm.model().unsqueeze(0)], out=rows)
         return {**message, "model": rows}
 
     def expected(self, round: Round) -> dict[str, TensorSpec]:
@@ -385,6 +385,8 @@ class Pipeline:
         """End a round, with or without replies: mix models and count used resources."""
         for part in reversed(self.acting["mix"]):
             part.mix(exchange.round, self.algorithm)
+        for part in reversed(self.acting["follow"]):
+            part.follow(exchange.round, self.algorithm.model())
         for part in reversed(self.acting["account"]):
             part.account(exchange.round, exchange.selection)
 
@@ -400,8 +402,11 @@ class Pipeline:
         return merged_integers(rows, current)
 
     def model(self) -> Tensor:
-        """Return the global model, `[P]`."""
-        return self.algorithm.model()
+        """Return the global model to evaluate and to deploy, `[P]`."""
+        model = self.algorithm.model()
+        for part in reversed(self.acting["evaluated"]):
+            model = part.evaluated(model)
+        return model
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         """Return the message from which clients personalise before `round`."""

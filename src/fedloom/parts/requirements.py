@@ -237,10 +237,15 @@ def _containing(part: Part, pipelines: list[Pipeline]) -> list[Pipeline]:
 def _no_part_twice(pipeline: Pipeline) -> None:
     for k, part in enumerate(pipeline.parts):
         for other in pipeline.parts[k + 1 :]:
-            if part.once and (isinstance(other, type(part)) or isinstance(part, type(other))):
+            if part.once and isinstance(other, _declaring_once(part)):
                 raise InvalidValue(
                     f"{name_of(part)}({part.method}): {name_of(other)} is allowed only once"
                 )
+
+
+def _declaring_once(part: Part) -> type[Part]:
+    """Return the class that sets `once`: a pipeline may contain only one of its subclasses."""
+    return next(kind for kind in type(part).__mro__ if "once" in vars(kind))
 
 
 def _one_sampler(pipeline: Pipeline) -> None:
