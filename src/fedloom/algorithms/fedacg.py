@@ -10,8 +10,8 @@ from fedloom.local.cohort import Cohort
 
 @algorithms.register("fedacg")
 class FedACG(Algorithm):
-    """FedACG: clients start from w_t + lambda m_t, ahead along the server's momentum m, and minimise
-    L_i(w) + beta ||w - (w_t + lambda m_t)||^2.
+    """FedACG: clients start from w_t + lambda m_t, ahead along the server's momentum m, and
+    minimise L_i(w) + beta ||w - (w_t + lambda m_t)||^2.
 
     Server, uniform over the round: w <- mean_i w_i, m <- lambda m_t + mean_i (w_i - w_t - lambda
     m_t) over the trainable parameters, so that m is the server's last step. Statistics are

@@ -25,8 +25,8 @@ class FedMuon(Algorithm):
     M_i <- (1 - alpha) M_i + alpha g; w <- w - eta O(M_i - C_i + C). O(G) = U V^T for a matrix G = U
     S V^T (a convolution's kernel is the matrix [out, -1]), and G / ||G|| for a vector. M_i persists
     from round to round; C_i is M_i at the start of the round. Server: C <- C + (1/N) sum_i (M_i -
-    C_i), w <- (1 - K/N) w + (1/N) sum_i w_i over the K clients of the round. Both start at 0, `[T]`;
-    statistics are averaged. Traffic: two vectors down, two up.
+    C_i), w <- (1 - K/N) w + (1/N) sum_i w_i over the K clients of the round. Both start at 0,
+    `[T]`; statistics are averaged. Traffic: two vectors down, two up.
     Source: Takezawa et al. 2025, algorithm 1.
     Use it with a learning rate near 0.01 for models whose tensors differ much in scale, such as
     transformers.

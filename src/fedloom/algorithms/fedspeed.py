@@ -14,8 +14,8 @@ from fedloom.local.optimizer import GradientFn
 
 @algorithms.register("fedspeed")
 class FedSpeed(Drifting):
-    """FedSpeed: FedDyn with FedSAM's gradient. Local steps follow g' + alpha (w - w_t + h_i), with g'
-    the gradient at w + rho g / ||g||.
+    """FedSpeed: FedDyn with FedSAM's gradient: local steps follow g' + alpha (w - w_t + h_i), with
+    g' the gradient at w + rho g / ||g||.
 
     g is the batch's gradient at w; clients remember h_i <- h_i + w_i - w_t, `[T]`. Server: w <-
     mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round; statistics are averaged.

@@ -1,4 +1,6 @@
-"""FedAvgM, FedAdam, FedYogi and FedAdagrad: the server takes an optimizer's step along the mean update."""
+"""FedAvgM, FedAdam, FedYogi and FedAdagrad: the server takes an optimizer's step along the mean
+update.
+"""
 
 from abc import ABC, abstractmethod
 

@@ -13,7 +13,8 @@ TINY = 1e-16
 
 def direction(vectors: Tensor) -> Tensor:
     """Return vectors `[k, T]` divided by their norms."""
-    return vectors / (vectors.norm(dim=1, keepdim=True) + TINY)
+    lengths: Tensor = vectors.norm(dim=1, keepdim=True)
+    return vectors / (lengths + TINY)
 
 
 def gradient_ahead(cohort: Cohort, rows: Tensor, batch: Batch, offset: Tensor) -> Tensor:
@@ -60,4 +61,5 @@ def sharp_gradient(cohort: Cohort, rho: float) -> GradientFn:
 
 def normalised(vector: Tensor, length: float) -> Tensor:
     """Return a vector `[T]` scaled to a length; 0 stays 0."""
-    return length * vector / (torch.linalg.vector_norm(vector) + TINY)
+    norm: Tensor = torch.linalg.vector_norm(vector)
+    return vector * (length / (norm + TINY))

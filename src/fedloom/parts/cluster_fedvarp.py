@@ -13,7 +13,7 @@ from fedloom.parts.stale_updates import UsesStaleUpdates
 
 @algorithms.register("cluster_fedvarp")
 class ClusterFedVARP(UsesStaleUpdates):
-    """ClusterFedVARP: FedVARP with one stored update y_c for each cluster of clients, at the server.
+    """ClusterFedVARP: FedVARP with one stored update y_c for each cluster of clients.
 
     w <- w_t + sum_c (n_c/N) y_c + (1/K) sum_i (D_i - y_c(i)), where D_i = w_i - w_t, and n_c is the
     number of clients of cluster c. Then y_c becomes the mean D_i of its clients of the round, if

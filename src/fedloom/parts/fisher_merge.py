@@ -19,8 +19,8 @@ SAMPLES_AT_ONCE = 64
 
 @algorithms.register("fisher_merge")
 class FisherMerge(Part):
-    """Merges the models of the last round by their Fisher information: w = sum_i p_i F_i w_i / sum_i
-    p_i F_i, element by element.
+    """Merges the models of the last round by their Fisher information: w = sum_i p_i F_i w_i /
+    sum_i p_i F_i, element by element.
 
     F_i is the mean over client i's samples of sum_c P(c) (d log P(c) / dw)^2, in evaluation mode,
     divided by its norm, plus `floor`; p_i is proportional to the samples. All other rounds are the

@@ -10,6 +10,7 @@ from fedloom.algorithm.method import Method, components, name_of
 from fedloom.common.errors import InvalidValue
 from fedloom.parts.hooks import Part, parts_of
 from fedloom.parts.pipeline import Pipeline
+from fedloom.parts.stale_updates import UsesStaleUpdates
 
 Requirement = Callable[[Pipeline], str]
 """Returns the reason why a pipeline does not meet it, or "". {0} is replaced by the algorithm."""
@@ -237,15 +238,18 @@ def _containing(part: Part, pipelines: list[Pipeline]) -> list[Pipeline]:
 def _no_part_twice(pipeline: Pipeline) -> None:
     for k, part in enumerate(pipeline.parts):
         for other in pipeline.parts[k + 1 :]:
-            if part.once and isinstance(other, _declaring_once(part)):
+            if part.once and (isinstance(other, type(part)) or isinstance(part, type(other))):
                 raise InvalidValue(
                     f"{name_of(part)}({part.method}): {name_of(other)} is allowed only once"
                 )
 
 
-def _declaring_once(part: Part) -> type[Part]:
-    """Return the class that sets `once`: a pipeline may contain only one of its subclasses."""
-    return next(kind for kind in type(part).__mro__ if "once" in vars(kind))
+def _one_estimate_of_absent_clients(pipeline: Pipeline) -> None:
+    parts = [part for part in pipeline.parts if isinstance(part, UsesStaleUpdates)]
+    if len(parts) > 1:
+        raise InvalidValue(
+            f"{name_of(parts[0])}: {parts[1]} already uses the last updates of absent clients"
+        )
 
 
 def _one_sampler(pipeline: Pipeline) -> None:
@@ -337,6 +341,7 @@ def _position(pipeline: Pipeline, part: Part) -> int:
 
 _RULES = (
     _no_part_twice,
+    _one_estimate_of_absent_clients,
     _one_sampler,
     _closing_is_outermost,
     _codes,

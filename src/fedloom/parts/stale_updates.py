@@ -1,4 +1,4 @@
-"""Base of the parts that keep the last update of each client and use it while the client is idle."""
+"""Base of the parts that use the last updates of clients that do not take part in a round."""
 
 from dataclasses import field
 from typing import ClassVar

@@ -149,4 +149,5 @@ def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
 
 def markdown_table(table: "pandas.DataFrame") -> str:
     """Return a table of cells in Markdown; columns are right-aligned but for the first."""
-    return str(templates().get_template("table.md").module.table(table))  # type: ignore[attr-defined]
+    template: Any = templates().get_template("table.md").module
+    return str(template.table(table))

@@ -194,7 +194,9 @@ def _page(
         notices=_notices(runs),
         looks=styles(runs),
         faults=_faults(runs),
-        configuration=_facts([run.configuration for run in runs], {"algorithm", "seed", "command", "targets"}),
+        configuration=_facts(
+            [run.configuration for run in runs], {"algorithm", "seed", "command", "targets"}
+        ),
         environment=_facts([run.environment for run in runs], {"command"}),
         **contents,
     )  # fmt: skip

@@ -61,7 +61,7 @@ class PythonObjects:
         return task
 
     def trained_with(self, training: Mapping[str, Any]) -> "PythonObjects":
-        """Return the objects with further settings of local training. Texts and tasks are shared."""
+        """Return the objects with other settings of local training; texts and tasks are shared."""
         changed = copy.copy(self)
         object.__setattr__(changed, "training", {**self.training, **training})
         return changed

@@ -27,8 +27,8 @@ Methods = (
 
 _OPTIONS = (
     *(name for name in Schedule.__dataclass_fields__ if name != "seed"),
-    "name", "targets", "last", "against", "measure", "record", "trackers", "engine", "workers", "threads", "pool",
-    "settings",
+    "name", "targets", "last", "against", "measure", "record", "trackers",
+    "engine", "workers", "threads", "pool", "settings",
 )  # fmt: skip
 """Keys of a configuration that are no part of the task."""
 

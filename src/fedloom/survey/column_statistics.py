@@ -271,8 +271,12 @@ def _figure(column: ColumnStatistics, slots: int) -> go.Figure:
 def statistics_table(statistics: Statistics) -> "pandas.DataFrame":
     """Return a line for each column of the data, without quantities that none of them has."""
     columns = statistics.columns.values()
-    quantities = {"Rows": [c.count for c in columns], "Empty": [c.empty for c in columns], "Mean": [c.mean for c in columns],
-                  "Deviation": [c.deviation for c in columns]}  # fmt: skip
+    quantities = {
+        "Rows": [c.count for c in columns],
+        "Empty": [c.empty for c in columns],
+        "Mean": [c.mean for c in columns],
+        "Deviation": [c.deviation for c in columns],
+    }
     quantities |= {f"{share:.0%}": [c.quantile(share) for c in columns] for share in QUANTILES}
     names = [shortened(name) for name in statistics.columns]
     filled = {Column("Column", order="ascending"): [Cell(name, name) for name in names]}
