@@ -22,7 +22,6 @@ from fedloom.data.dataset import make_dataset
 from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
 from fedloom.runs.config_file import configuration
-from fedloom.serving.exporting import export
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement
 
@@ -172,7 +171,7 @@ def test_its_model_predicts_and_is_exported(tmp_path: Path) -> None:
     loaded = fl.load(tmp_path)
     expected = result.model(inputs).argmax(1).numpy()
     assert np.array_equal(loaded.predict(inputs).astype(int), expected)
-    exported = torch.export.load(export(loaded, "torch", tmp_path / "model.pt2")).module()(inputs)
+    exported = torch.export.load(loaded.export("torch", tmp_path / "model.pt2")).module()(inputs)
     assert np.array_equal(exported.argmax(1).numpy(), expected)
 
 

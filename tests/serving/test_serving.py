@@ -17,8 +17,9 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue
-from fedloom.serving.exporting import SUFFIXES, export
-from fedloom.serving.prediction_files import prediction_columns
+from fedloom.data.preprocessing import ModelOutputs, TextInputs
+from fedloom.serving.exporting import SUFFIXES
+from fedloom.serving.prediction_files import predict_file, prediction_columns
 from forking_cli import main
 
 TRAINING = {"learning_rate": 0.1, "batch_size": 10, "epochs": 5}
@@ -164,7 +165,8 @@ def test_the_exported_model_has_the_outputs_of_the_model(to: Any, tmp_path: Path
     trained(tmp_path, frame, "cost", model="mlp(hidden=[4])")
     model = fl.load(tmp_path)
     rows = frame.drop(columns=["cost"])
-    path = export(model, to, tmp_path / f"out{SUFFIXES[to]}")
+    path = model.export(to, tmp_path / f"out{SUFFIXES[to]}")
+    assert model.export(to) == tmp_path / f"exported{SUFFIXES[to]}"
     inputs = model.preprocessing.apply(rows)[0].float()
     if to == "onnx":
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -374,3 +376,22 @@ def test_preprocessing_is_written_as_json_alone(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "preprocessing.json").read_text())
     assert values["digest"] == result.task.dataset.preprocessing.digest
     assert [column["name"] for column in values["inputs"]["columns"]] == ["age", "ward"]
+
+
+def test_a_continuation_ends_before_the_token_that_ends_texts(tmp_path: Path) -> None:
+    """Check a model that predicts the word after each word, and the end after the third."""
+
+    class Next(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return nn.functional.one_hot((inputs + 1).clamp(max=5), 6).float()
+
+    words = ("one", "two", "three", "</s>")
+    outputs = ModelOutputs("token", classes=())
+    model = fl.Predictor(Next(), fl.Preprocessing(TextInputs(words, 8), outputs))
+    assert model.generate("one", 9) == "one two three"
+    assert model.generate("one", 1) == "one two"
+    unending = fl.Preprocessing(TextInputs((*words[:3], "four"), 8), outputs)
+    assert fl.Predictor(Next(), unending).generate("one", 5) == "one two three four four four"
+    Path(tmp_path / "lines.txt").write_text("one\ntwo\n")
+    predict_file(model, tmp_path / "lines.txt", tmp_path / "next.npz", tokens=9)
+    assert np.load(tmp_path / "next.npz")["prediction"].tolist() == [" two three", " three"]

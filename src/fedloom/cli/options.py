@@ -58,6 +58,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result
 Trials = Annotated[
     int | None, option(metavar="N", help="Number of trials; a grid is sampled at random.")
 ]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Import your own model by its path; this runs its code."),
+]
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
 Places = Annotated[

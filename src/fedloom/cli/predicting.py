@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.options import option
+from fedloom.cli.options import TrustCode, option
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", hidden=True)]
 Data = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
@@ -22,7 +22,7 @@ Probabilities = Annotated[
     bool, typer.Option("--probabilities", help="Also write the probability of each class.")
 ]
 Tokens = Annotated[
-    int, option(metavar="N", help="Tokens to generate after each text, 100 by default.")
+    int, option(metavar="N", help="Most tokens to generate after each text, 100 by default.")
 ]
 FORMATS = ("onnx", "torch", "safetensors")
 """Formats of exported models, for the completion of a command line."""
@@ -55,9 +55,9 @@ def predict(
     client: Client = None,
     probabilities: Probabilities = False,
     tokens: Tokens = 100,
+    trust_code: TrustCode = False,
 ) -> None:
     """Predict new samples with the model of a finished run.
-
 
     RUN is the folder of the run. FILE is a .csv or .parquet file with the columns of the training
     data in any order; a picture or a folder of pictures; a .txt file with one text per line; or an
@@ -66,23 +66,28 @@ def predict(
     from fedloom.serving.prediction_files import predict_file
     from fedloom.serving.predictor import load
 
-    count = predict_file(
-        load(run, client=client), file, to, probabilities=probabilities, tokens=tokens
-    )
+    predictor = load(run, client=client, trust_code=trust_code)
+    count = predict_file(predictor, file, to, probabilities=probabilities, tokens=tokens)
     if to is not None:
         print(f"{count} predictions: {to}", file=sys.stderr)
 
 
-def export(run: Run, to: Formats = "onnx", output: Output = None, client: Client = None) -> None:
+def export(
+    run: Run,
+    to: Formats = "onnx",
+    output: Output = None,
+    client: Client = None,
+    trust_code: TrustCode = False,
+) -> None:
     """Export the model of a finished run, checked on the same samples, for another program.
 
     RUN is the folder of the run. The file contains the preprocessing as JSON in its metadata; ONNX
     needs the extra `onnx`.
     """
     from fedloom.common.fields import require_one_of
-    from fedloom.serving.exporting import SUFFIXES, export
-    from fedloom.serving.predictor import load, run_folder
+    from fedloom.serving.exporting import SUFFIXES
+    from fedloom.serving.predictor import load
 
     require_one_of("--to", to, tuple(SUFFIXES))
-    path = output or run_folder(run) / f"exported{SUFFIXES[to]}"
-    print(export(load(run, client=client), to, path))  # type: ignore[arg-type]
+    predictor = load(run, client=client, trust_code=trust_code)
+    print(predictor.export(to, output))  # type: ignore[arg-type]

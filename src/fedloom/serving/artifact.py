@@ -43,13 +43,17 @@ def save_model(
     write_tensors(path, tensors, {**about, **architecture})
 
 
-def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
+def load_model(
+    path: str | Path, module: nn.Module | None = None, *, trust_code: bool = False
+) -> nn.Module:
     """Read the model of a finished run.
 
     Args:
         path: A `model.safetensors`, or the run's directory.
         module: A module of this architecture, for your own model; it is copied. A registered model
-            is built by the name in the file. A file never decides which code runs.
+            is built by the name in the file.
+        trust_code: Import your own model by its path in the file, such as `my_models:small`. This
+            runs the code of the module. Without it, a file never decides which code runs.
 
     Returns:
         The model, in evaluation mode.
@@ -61,7 +65,7 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
     path = path / MODEL if path.is_dir() else path
     tensors, metadata = read_tensors(path)
     try:
-        built = _built(metadata, tensors) if module is None else copied(module)
+        built = _built(metadata, tensors, trust_code) if module is None else copied(module)
         built.load_state_dict(tensors)
     except (FedloomError, RuntimeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -88,21 +92,28 @@ def load_row(folder: Path, client: int) -> Tensor:
     return rows[str(client)]
 
 
-def _built(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> nn.Module:
+def _built(
+    metadata: Mapping[str, str], tensors: Mapping[str, Tensor], trust_code: bool
+) -> nn.Module:
     """Return the model that a file names, if it matches the file's tensors.
 
-    A few bytes may name a model of any size, so it is first made without memory.
+    A few bytes may name a model of any size, so it is first made without memory. With `trust_code`,
+    the path of a user's model is imported.
     """
     expression = metadata["model"]
-    if ":" in expression or expression.partition("(")[0] not in models:
-        raise CheckpointError(
-            f"its model is your own ({expression}): give it as module=..., since a file runs "
-            "no code"
-        )
+    name = expression.partition("(")[0]
+    own = ":" in name
+    if name not in models and not (own and trust_code):
+        remedy = "give it as module=..., since a file runs no code"
+        if own:
+            remedy = "trust_code=True (--trust-code) imports it, or give it as module=..."
+        raise CheckpointError(f"its model is your own ({expression}): {remedy}")
     vocabulary = int(metadata["vocabulary"]) if metadata["vocabulary"] else None
     spec = DataSpec(
         tuple(map(int, metadata["shape"].split())), int(metadata["classes"]), vocabulary
     )
+    if own:
+        return build_model(expression, spec, 0)
     entry, options = models.read(expression)
     if "folder" not in entry.parameters:  # a model of transformers is as large as its files
         parameters = max(1000, 4 * len(tensors))

@@ -1,7 +1,9 @@
 """Export of a trained model to other formats, checked on the same samples."""
 
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +13,6 @@ from torch import Tensor, nn
 from fedloom.common.errors import InvalidValue, MissingExtra, first_line, import_extra
 from fedloom.data.preprocessing import PictureInputs, Preprocessing
 from fedloom.objectives import prediction
-from fedloom.serving.predictor import Predictor
 from fedloom.state.files import replacing
 from fedloom.state.tensors import write_tensors
 
@@ -33,11 +34,11 @@ class Deployed(nn.Module):
     offset: Tensor
     unit: Tensor
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, module: nn.Module, preprocessing: Preprocessing) -> None:
         super().__init__()
-        self.module = predictor.module
-        inputs = predictor.preprocessing.inputs
-        outputs = predictor.preprocessing.outputs
+        self.module = module
+        inputs = preprocessing.inputs
+        outputs = preprocessing.outputs
         self.pictures = isinstance(inputs, PictureInputs)
         self.numbers = bool(outputs.mean)
         # An exporter writes buffers as constants.
@@ -54,11 +55,12 @@ class Deployed(nn.Module):
         return outputs * self.unit + self.offset if self.numbers else outputs
 
 
-def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
+def export(module: nn.Module, preprocessing: Preprocessing, to: Format, path: str | Path) -> Path:
     """Write a model for another program, with its preprocessing as JSON in the file's metadata.
 
     Args:
-        predictor: The model.
+        module: The model, in evaluation mode.
+        preprocessing: Its preprocessing.
         to: `onnx` for any runtime of ONNX; `torch` for `torch.export.load`, which does not need the
             model's class; `safetensors` for the tensors by name.
         path: The file.
@@ -71,15 +73,13 @@ def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
         MissingExtra: The extra `onnx` is not installed.
     """
     path = Path(path)
-    metadata = {"preprocessing": predictor.preprocessing.to_json()}
+    metadata = {"preprocessing": preprocessing.to_json()}
     if to == "safetensors":
-        tensors = {
-            name: t for name, t in predictor.module.state_dict().items() if isinstance(t, Tensor)
-        }
+        tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
         write_tensors(path, tensors, metadata)
         return path
-    deployed = Deployed(predictor).eval().cpu()
-    inputs = example(predictor.preprocessing)
+    deployed = Deployed(module, preprocessing).eval().cpu()
+    inputs = example(preprocessing)
     with replacing(path) as temporary, warnings.catch_warnings(action="ignore"), torch.no_grad():
         try:
             batch = {0: torch.export.Dim("batch", min=1, max=1 << 20)}
@@ -122,9 +122,30 @@ def _onnx(program: Any, path: Path, metadata: dict[str, str]) -> Callable[[Tenso
     packages = ("onnx", "onnxruntime", "onnxscript")
     onnx, runtime, _ = (import_extra(package, "onnx", "export to ONNX") for package in packages)
     names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}
-    written: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+    with _without_torchvision():
+        written: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
     model = written.model_proto
     onnx.helper.set_model_props(model, metadata)
     onnx.save_model(model, str(path))
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return lambda rows: torch.from_numpy(session.run(["outputs"], {"inputs": rows.numpy()})[0])
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Drop the warnings of PyTorch's exporter about operators of torchvision.
+
+    It lists every operator that onnxscript can translate, and warns once for each operator of
+    torchvision if that package is not installed. A model with such an operator needs the package
+    before it can be exported.
+    """
+
+    def concerns_others(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("torchvision is not installed")
+
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    logger.addFilter(concerns_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(concerns_others)

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.common.errors import InvalidValue
-from fedloom.common.fields import require_at_least
+from fedloom.common.fields import require_at_least, require_one_of
 from fedloom.data.convert import BOOLEANS
 from fedloom.data.formats.limits import read_text
+from fedloom.data.formats.words import END
 from fedloom.data.preprocessing import Preprocessing, TextInputs, label_type
 from fedloom.flat.layout import Layout
 from fedloom.objectives import prediction
 from fedloom.serving.artifact import MODEL, PREPROCESSING, load_model, load_row
+from fedloom.serving.exporting import SUFFIXES, Format, export
 
 _BATCH = 500
 
@@ -28,15 +30,23 @@ _logger = logging.getLogger("fedloom")
 
 
 def load(
-    path: str | Path, *, module: nn.Module | None = None, client: int | None = None
+    path: str | Path,
+    *,
+    module: nn.Module | None = None,
+    client: int | None = None,
+    trust_code: bool = False,
 ) -> "Predictor":
-    """Load the model of a finished run with its preprocessing. Nothing in the folder runs code.
+    """Load the model of a finished run with its preprocessing.
+
+    Nothing in the folder runs code, unless `trust_code` is set.
 
     Args:
         path: The run's directory, such as `runs/mine/fedavg/seed-0`, or the folder of an experiment
             with one run.
         module: A module of the architecture, for your own model.
         client: Number of the client to load the personal model of; by default the global model.
+        trust_code: Import your own model by its path, such as `my_models:small(width=8)`. The path
+            is in the file of the model, so set it only for runs that you trust.
 
     Returns:
         The model, ready to predict.
@@ -46,11 +56,12 @@ def load(
         InvalidValue: The client has no personal model, or the folder contains several runs.
     """
     folder = run_folder(Path(path))
-    model = load_model(folder, module)
+    model = load_model(folder, module, trust_code=trust_code)
     if client is not None:
         Layout(model).load(model, load_row(folder, client))
     path = folder / PREPROCESSING
-    return Predictor(model.eval(), Preprocessing.from_json(read_text(path), str(path)))
+    preprocessing = Preprocessing.from_json(read_text(path), str(path))
+    return Predictor(model.eval(), preprocessing, folder)
 
 
 def run_folder(path: Path) -> Path:
@@ -73,10 +84,12 @@ class Predictor:
     Attributes:
         module: The bare model, in evaluation mode.
         preprocessing: Transforms user data to the model's inputs, and its outputs to answers.
+        folder: Folder of the run; the current folder for a model without a run.
     """
 
     module: nn.Module
     preprocessing: Preprocessing
+    folder: Path = Path()
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -168,15 +181,37 @@ class Predictor:
             blocks.append(prediction(self.module(batch.clone())).cpu())
         return self.preprocessing.outputs.in_units(torch.cat(blocks).float())
 
+    def export(self, to: Format = "onnx", path: str | Path | None = None) -> Path:
+        """Write the model for another program, checked on the same samples.
+
+        Args:
+            to: `onnx`, `torch` or `safetensors`.
+            path: The file; by default `exported.onnx` in the folder of the run, or with the suffix
+                of another format.
+
+        Returns:
+            The file.
+
+        Raises:
+            InvalidValue: The model cannot be written in this format, or gives other outputs there.
+            MissingExtra: The extra `onnx` is not installed.
+        """
+        require_one_of("to", to, tuple(SUFFIXES))
+        file = self.folder / f"exported{SUFFIXES[to]}" if path is None else path
+        return export(self.module, self.preprocessing, to, file)
+
     @torch.no_grad()
     def generate(
         self, text: str, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0
     ) -> str:
         """Return a text and its continuation by a model of the next token.
 
+        The continuation ends before the token that ends the texts of the training data, if they
+        have one.
+
         Args:
             text: The beginning.
-            tokens: Number of tokens that follow, at least 1.
+            tokens: Largest number of tokens that follow, at least 1.
             temperature: 0 takes the most likely token; higher values draw more freely.
             seed: The seed of the draws.
 
@@ -194,10 +229,11 @@ class Predictor:
         numbers = encoding.tokens(text)
         if not numbers:
             raise InvalidValue("generate needs a text to begin with")
+        ends = encoding.numbers.get(END)
+        begun = len(numbers)
         for _ in range(tokens):
             window = torch.tensor([numbers[-encoding.length :]])
             # only words: not the padding, not the unknown word, no further tokens of a larger model
-
             logits = prediction(self.module(window))[0, -1, 2 : len(encoding.words) + 2].float()
             chances = (logits / temperature).softmax(0) if temperature else logits
             drawn = (
@@ -205,5 +241,7 @@ class Predictor:
                 if temperature
                 else chances.argmax()
             )
+            if int(drawn) + 2 == ends:
+                break
             numbers.append(int(drawn) + 2)
-        return text + encoding.text(numbers[-tokens:])
+        return text + encoding.text(numbers[begun:])

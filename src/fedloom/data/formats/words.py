@@ -13,6 +13,7 @@ from fedloom.common.plugins import found_at
 from fedloom.data.formats.limits import reading
 
 PAD, UNKNOWN = 0, 1  # ids of no token and of a token outside the vocabulary
+BEGINNING, END = "<s>", "</s>"  # tokens around a text of which a model learns the next word
 # "basic english": quotes and line breaks vanish, and each of these marks is a token.
 _SPACED = re.compile(r"<br />|[;:]")
 _TOKENS = re.compile(r"[.,()!?']|[^\s.,()!?']+")

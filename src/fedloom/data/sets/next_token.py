@@ -15,7 +15,7 @@ from fedloom.common.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.formats.limits import read_text, reading, require_room
-from fedloom.data.formats.words import PAD, encode, vocabulary
+from fedloom.data.formats.words import BEGINNING, END, PAD, encode, vocabulary
 from fedloom.data.formats.words import tokenizer as _tokenizer
 from fedloom.data.preprocessing import TextInputs
 from fedloom.data.sets.origin import files_named, load
@@ -229,6 +229,6 @@ def _lines(path: Path, split: Callable[[str], Sequence[str]]) -> _Users:
                 user = post["user"]
                 texts = post["texts"] if "texts" in post else [post["text"]]
                 users.setdefault(str(user), []).extend(
-                    ["<s>", *split(text), "</s>"] for text in texts
+                    [BEGINNING, *split(text), END] for text in texts
                 )
     return users
