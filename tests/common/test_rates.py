@@ -6,9 +6,11 @@ algorithms/test_fedavg.py tests a round with a scheduler from torch.
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +81,16 @@ def test_the_named_schedules_follow_their_formulas(
         ({"optimizer": "own_optimizers:Sing"}, "has no 'Sing': did you mean 'Sign'?"),
         (
             {"optimizer": "own_optimizers:no_optimizer"},
-            "must be a subclass of torch.optim.Optimizer",
+            "it returned None, not a torch.optim.Optimizer",
         ),
+        (
+            {"optimizer": "own_optimizers:Tensor"},
+            "'own_optimizers:Tensor' must be a subclass of torch.optim.Optimizer",
+        ),
+        ({"optimizer": lambda params, lr: Sign(params, lr)}, "at the top level of a module (the"),
+        ({"optimizer": partial(Sign, smoothing=0.1)}, "at the top level of a module (the path of"),
         ({"optimizer": "torch.optim:LBFGS"}, "LBFGS refuses"),
-        ({"optimizer": "adm"}, "or 'module:name', not 'adm': did you mean 'adam'?"),
+        ({"optimizer": "adm"}, "or a class or function, not 'adm': did you mean 'adam'?"),
         (
             {"optimizer": "own_optimizers:Sign", "optimizer_options": {"smooth": 1.0}},
             "own_optimizers:Sign has no option 'smooth': did you mean 'smoothing'? (it has: "
@@ -297,3 +305,49 @@ def test_linear_layers_are_not_folded_where_rates_change_from_step_to_step() -> 
 
     assert folded(schedule="cosine")
     assert not folded(local_schedule="cosine")
+
+
+def made(params: Iterable[Tensor], lr: float, smoothing: float = 0.2) -> Sign:
+    """Return an optimizer of a function, which a path can name."""
+    return Sign(params, lr, smoothing)
+
+
+@pytest.mark.parametrize("make", [Sign, made])
+def test_a_class_or_function_equals_its_path(make: Callable[..., Sign]) -> None:
+    options: dict[str, Any] = {"optimizer_options": {"smoothing": 0.3}, "learning_rate": 0.05}
+    path = f"{make.__module__}:{make.__qualname__}"
+    given = Training(optimizer=make, **options)
+    named = Training(optimizer=path, **options)
+    assert given == named
+    assert json.loads(json.dumps(asdict(given)))["optimizer"] == path
+    assert torch.equal(
+        run("fedavg", optimizer=make, **options).model(),
+        run("fedavg", optimizer=path, **options).model(),
+    )
+    assert Training(optimizer=torch.optim.Adam).optimizer == "adam"
+    assert fl.Entry("fedavg", optimizer=make).settings == {"optimizer": path}
+
+
+def test_workers_get_a_class_of_the_main_program() -> None:
+    """Check a class that no other process can import, as in a notebook."""
+    kind = type("Own", (Sign,), {"__module__": "__main__", "__qualname__": "Own"})
+    training = Training(learning_rate=0.05, optimizer=kind)
+    assert training.optimizer == "__main__:Own"
+    task = replace(small_task(), training=training)
+    options: dict[str, Any] = {"rounds": 1, "participation": 1.0, "quiet": True}
+    workers = fl.run("fedavg", task, engine="processes(workers=2)", **options)
+    assert workers.configuration["training"]["optimizer"] == "__main__:Own"
+    expected = fl.run("fedavg", task, engine="rows", **options)
+    assert torch.equal(workers.federation.model(), expected.federation.model())
+
+
+def test_a_resumed_run_with_another_class_is_refused(tmp_path: Path) -> None:
+    def start(optimizer: Any, rounds: int) -> fl.Result:
+        training = Training(learning_rate=0.05, optimizer=optimizer)
+        task = replace(small_task(), training=training)
+        return fl.run("fedavg", task, rounds=rounds, directory=tmp_path, engine="rows", quiet=True)
+
+    start(Sign, 1)
+    with pytest.raises(CheckpointError, match=r"training\.optimizer = 'own_optimizers:Sign'"):
+        start(made, 2)
+    assert len(start("own_optimizers:Sign", 2).history) == 2

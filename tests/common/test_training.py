@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fedloom.common.errors import InvalidValue
-from fedloom.common.training import Optimizer, Training
+from fedloom.common.optimizers import OptimizerName
+from fedloom.common.training import Training
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_settings_that_fail_or_do_nothing_are_refused_in_one_line(
     ],
 )
 def test_the_optimizers_own_options_are_taken(
-    optimizer: Optimizer, options: dict[str, Any]
+    optimizer: OptimizerName, options: dict[str, Any]
 ) -> None:
     momentum = 0.5 if optimizer in ("sgd", "rmsprop") else 0.0
     settings = Training(optimizer=optimizer, momentum=momentum, optimizer_options=options)
@@ -108,8 +109,8 @@ def test_the_optimizers_own_options_are_taken(
         assert (list(default) if isinstance(default, tuple) else default) == value
 
 
-@pytest.mark.parametrize("optimizer", get_args(Optimizer))
-def test_no_optimizer_decays_weights_unless_it_is_told_to(optimizer: Optimizer) -> None:
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+def test_no_optimizer_decays_weights_unless_it_is_told_to(optimizer: OptimizerName) -> None:
     """Weight decay is 0 by default, also for AdamW, although torch has another default."""
     built = Training(optimizer=optimizer).torch_optimizer([torch.nn.Parameter(torch.ones(2))], 0.3)
     assert built.defaults.get("weight_decay", 0) == 0

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fedloom.algorithm import Facts
 from fedloom.algorithm.records import Message
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.common.training import Optimizer
+from fedloom.common.optimizers import OptimizerName
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -71,7 +71,7 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("optimizer", get_args(Optimizer)[1:])
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName)[1:])
 def test_every_optimiser_gives_the_numbers_of_rows(
     optimizer: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ _KINDS = {
     "tuple_type": "a list",
     "dict_type": "a table",
     "none_required": "none",
+    "callable_type": "a class or function",
     "bytes": "a number of bytes, such as 4GiB",
 }
 """Terms in error messages for pydantic's types of errors."""

@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +16,14 @@ from fedloom.common.expression import show
 from fedloom.common.fields import (
     BelowOne,
     Count,
-    ImportPath,
     NonNegative,
     Positive,
     Share,
     require_fields,
 )
-from fedloom.common.plugins import found_at
+from fedloom.common.optimizers import Optimizer, optimizer_class
 from fedloom.common.rates import CONSTANT, build_rate_schedule, rate_factor
 from fedloom.common.round import Round
-
-Optimizer = Literal[
-    "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop",
-    "asgd",
-]  # fmt: skip
-"""Optimizers that treat every element alike, so one flat tensor gives the same result."""
-
-_BY_NAME = {name.lower(): getattr(torch.optim, name) for name in torch.optim.__all__}
-_TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    n: _BY_NAME[n] for n in get_args(Optimizer)
-}
 
 _NOT_OPTIONS = (
     "params", "lr", "momentum", "weight_decay", "maximize", "foreach", "fused", "capturable",
@@ -147,7 +135,8 @@ class Training(Described):
         batch_size: Samples per step; None for all samples of the client.
         drop_last: Leave out the last batch of an epoch if it is short.
         clip: Largest norm of the gradient.
-        optimizer: A name of `Optimizer`, or `module:Class`.
+        optimizer: A name such as `adam`, `module:Class`, or a class or function at the top level of
+            a module, which becomes `module:Class`. A function takes the parameters and `lr`.
         optimizer_options: Further arguments of the optimizer.
         augmentation: `flip_crop` for a flip and a random crop with padding 4, with probability 0.5
             each.
@@ -168,7 +157,7 @@ class Training(Described):
     batch_size: Count | None = 50
     drop_last: bool = False
     clip: Positive | None = None
-    optimizer: Optimizer | ImportPath = "sgd"
+    optimizer: Optimizer = "sgd"
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     augmentation: Literal["none", "flip_crop"] = "none"
     autocast: Literal["none", "bfloat16"] = "none"
@@ -256,25 +245,24 @@ class Training(Described):
         }
         if self.own_optimizer:
             settings = {name: value for name, value in settings.items() if value}
-        return self._optimizer_class()(parameters, lr=rate, **settings, **self.optimizer_options)
+        make = optimizer_class(self._named_optimizer)
+        optimizer = make(parameters, lr=rate, **settings, **self.optimizer_options)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidValue(f"it returned {quoted(optimizer)}, not a torch.optim.Optimizer")
+        return optimizer
 
     @property
     def own_optimizer(self) -> bool:
         """True for a user's class, which may depend on the shapes of tensors."""
-        return ":" in self.optimizer
+        return ":" in self._named_optimizer
 
-    def _optimizer_class(self) -> Callable[..., torch.optim.Optimizer]:
-        if not self.own_optimizer:
-            return _TORCH_OPTIMIZERS[self.optimizer]
-        kind = found_at(self.optimizer, "optimizer", "a name or 'module:Class'")
-        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-            raise InvalidValue(
-                f"optimizer {quoted(self.optimizer)} must be a subclass of torch.optim.Optimizer"
-            )
-        return kind
+    @property
+    def _named_optimizer(self) -> str:
+        """The optimizer, which is text after the checks of `__post_init__`."""
+        return cast(str, self.optimizer)
 
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self._optimizer_class()).parameters
+        return inspect.signature(optimizer_class(self._named_optimizer)).parameters
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
