@@ -67,7 +67,6 @@ def test_a_file_that_names_one_method_is_taken_word_for_word(tmp_path: Path) -> 
     (tmp_path / "job.toml").write_text(text)
     assert write_app(tmp_path / "app", tmp_path / "job.toml").data.clients == 5
     assert run_settings(tmp_path / "app")["configuration"].strip() == text.strip()
-    assert "keys --sites 5 " in (tmp_path / "app" / "README.md").read_text()
 
 
 def test_changes_and_a_chosen_method_end_in_the_configuration(tmp_path: Path) -> None:
@@ -83,18 +82,6 @@ def test_changes_and_a_chosen_method_end_in_the_configuration(tmp_path: Path) ->
         "data": {"clients": 6}, "training": {"epochs": 2},
     }  # fmt: skip
     assert configuration(written).schedule.rounds == 7
-
-
-def test_sites_that_exchange_layers_are_told_how_to_name_their_keys(tmp_path: Path) -> None:
-    write_app(tmp_path / "app", overrides=["algorithm=secure(fedmr, repeats=8)"])
-    write_app(tmp_path / "plain")
-    texts = [(tmp_path / name / "README.md").read_text() for name in ("app", "plain")]
-    assert [
-        "identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'\"" in text for text in texts
-    ] == [
-        True,
-        False,
-    ]
 
 
 @settings(deadline=None, max_examples=50)
@@ -178,8 +165,9 @@ def test_the_data_function_reads_the_file_that_the_site_names(tmp_path: Path) ->
 def test_flower_builds_it_and_leaves_keys_out(tmp_path: Path) -> None:
     app = tmp_path / "my-app"
     write_app(app, overrides=["data.clients=2"])
-    (app / "keys").mkdir()
-    (app / "keys" / "secret.py").write_text("secret = 1")
+    for folder in ("keys", "machines"):
+        (app / folder).mkdir()
+        (app / folder / "secret.py").write_text("secret = 1")
     build = [str(Path(sys.executable).parent / "flwr"), "build"]
     done = subprocess.run(build, cwd=app, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -229,4 +217,4 @@ def test_the_data_function_fits_the_configuration(tmp_path: Path) -> None:
     )
     assert (names["pictures"]["CLASSES"], names["pictures"]["SIZE"]) == (["cat", "dog"], (6, 4))
     assert names["numbers"]["SHAPE"] == (13,)
-    assert "data='/srv/pictures'" in (tmp_path / "pictures" / "README.md").read_text()
+    assert "DATA=/srv/pictures" in (tmp_path / "pictures" / "README.md").read_text()

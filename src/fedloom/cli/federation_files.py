@@ -14,6 +14,8 @@ import typer
 from fedloom.cli.options import Folder, option, short_help
 from fedloom.common.errors import InvalidValue, MissingExtra
 
+Hosts = Annotated[list[str] | None, option(metavar="NAME", help="A name or address of the server.")]
+
 app = typer.Typer(
     name="flower",
     help="Train over real sites with Flower: keys, and a runnable app.",
@@ -25,9 +27,7 @@ app = typer.Typer(
 def keys(
     folder: Folder,
     sites: Annotated[int | None, typer.Option(help="Number of sites.")] = None,
-    host: Annotated[
-        list[str] | None, option(metavar="NAME", help="A name or address of the server.")
-    ] = None,
+    host: Hosts = None,
     days: Annotated[
         int, option(help="Days for which the server's certificate is valid, 825 by default.")
     ] = 825,
@@ -61,23 +61,35 @@ def init(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[FILE.toml] [KEY=VALUE]...", hidden=True)
     ] = None,
+    host: Hosts = None,
 ) -> None:
     """Write a Flower app into DIR that trains a configuration over real sites.
 
     FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as algorithm=fedavg or
-    data.clients=5, the number of sites. Without a file, an example with three sites is written. The
-    app's README.md describes the next steps.
+    data.clients=5, the number of sites. Without a file, an example with three sites is written.
+    DIR/machines has a folder for each machine with keys, settings and a start script. Without
+    --host, all programs run on this machine.
     """
+    from fedloom.sites.keys import require_hosts
+    from fedloom.sites.machines import write_machines
     from fedloom.sites.template import write_app
 
+    require_hosts(host or [])
     overrides = list(arguments or [])
     file = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
     plan = write_app(folder, file, overrides)
+    machines = folder / "machines"
+    keys = write_machines(machines, plan.data.clients, host or [])
     print(
         f"{folder}: {plan.algorithm} on {plan.data.name} over {plan.data.clients} sites, "
         f"{plan.rounds} rounds"
     )
-    print(f"next steps: {folder / 'README.md'}")
+    print(f"next steps, as in {folder / 'README.md'}:")
+    print(f"  copy {keys.server} and {machines / 'site-*'} to their machines")
+    print(f"  {keys.server / 'start-server.sh'}     on the server")
+    print(f"  {keys.site(0) / 'start-site.sh'}       at site 0, and likewise at the others")
+    print(f"  {machines / 'run.sh'}     here")
+    print("Files *.key are secrets.")
 
 
 def run_app(folder: Path, config: Mapping[str, Any]) -> None:

@@ -112,7 +112,7 @@ def make_keys(folder: Path, sites: int, hosts: Sequence[str] = (), days: int = S
     """
     require_at_least("sites", sites, 1)
     require_between("days", days, 1, AUTHORITY_DAYS)
-    names = [_general_name(host) for host in dict.fromkeys((*HOME, *hosts))]
+    names = require_hosts(hosts)
     keys = Keys(folder, sites)
     usages = ("key_cert_sign", "crl_sign")
     authority = keys.server / "ca.crt"
@@ -135,6 +135,15 @@ def make_keys(folder: Path, sites: int, hosts: Sequence[str] = (), days: int = S
         ):
             keys.write(path, listed)
     return keys
+
+
+def require_hosts(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Return these hosts and `HOME` in the form for a certificate.
+
+    Raises:
+        InvalidValue: A host is not a name or an address.
+    """
+    return [_general_name(host) for host in dict.fromkeys((*HOME, *hosts))]
 
 
 def _key(keys: Keys, path: Path, style: PrivateFormat = PrivateFormat.PKCS8) -> PrivateIdentity:

@@ -16,13 +16,10 @@ import tomli_w
 import torch
 
 from fedloom import __version__
-from fedloom.algorithm.method import components
 from fedloom.common.errors import DataError, InvalidValue
 from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import make_dataset
 from fedloom.data.preprocessing import PictureInputs, TextInputs
-from fedloom.parts.building import build
-from fedloom.parts.secure_recombination import Secure
 from fedloom.runs.config_file import configuration, put, read_table, single_method
 from fedloom.runs.configuration import Configuration
 from fedloom.sites.site_tables import table_roles
@@ -38,10 +35,6 @@ EXAMPLE = (_TEMPLATE / "example.toml").read_text(encoding="utf-8")
 _PATHS = {"project.toml": "pyproject.toml", "readme.md": "README.md", "gitignore": ".gitignore"}
 
 _DATA = "federation/data.py"
-
-_PEERS = """
-`identity` is the key of the site, and `peers` lists the public keys of all sites, with which it
-exchanges layers. Do not send this list through the server. Replace it when sites are added."""
 
 # Keys of a configuration that apply only to comparisons or to one machine, not to sites.
 _ELSEWHERE = ("algorithms", "seeds", "settings", "workers", "engine", "directory")
@@ -105,18 +98,11 @@ def _contents(name: str, plan: Configuration, text: str) -> dict[str, str]:
     sites = plan.data.clients
     method = str(plan.algorithm)
     summary = f"{plan.model} with {method} for {plan.schedule.rounds} rounds over {sites} sites"
-    secure = any(isinstance(nested, Secure) for nested in components(build(method)))
     blanks = {
         "name": name,
         "version": __version__,
         "summary": f"`{plan.model}` by `{method}`",
         "description": tomli_w.dumps({"description": summary}).strip(),
-        "sites": str(sites),
-        "last": str(sites - 1),
-        "identity": " identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'"
-        if secure
-        else "",
-        "peers": _PEERS if secure else "",
         "configuration": f"configuration = {_literal(text.strip())}",
     }
     kind, values = _data_blanks(plan)
