@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from flwr.app import Message
 from PIL import Image
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from fedloom.data.sets.table import table_dataset
 from fedloom.parts.accounting import ORDERS, epsilon
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment
+from fedloom.sites.messages import words_of
 from fedloom.sites.site_data import DataAgreement, own_data
 from fedloom.state.tensors import read_tensors
 from fedloom.survey.column_statistics import Statistics
@@ -547,3 +550,36 @@ def test_the_command_asks_the_sites_of_an_app(
     assert words[1:4] == ["run", str(tmp_path), "--stream"]
     assert words[5] == 'epsilon=1.0 bounds="age=0,120; dose=0,20" only="statistics"'
     assert main(["statistics", str(tmp_path), "--output", "page.html"]) == 2
+
+
+@pytest.mark.parametrize("step", ["kinds", "squares"])
+def test_a_site_that_is_lost_during_statistics_is_absent_and_the_run_goes_on(
+    step: str, tmp_path: Path
+) -> None:
+    class Lost(LocalGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            sent = list(messages)
+            for message in sent:
+                if message.metadata.message_type == "query.statistics":
+                    words = words_of(message)
+                    site(self, 1).online &= words["step"] != step
+            return super().push_messages(sent)
+
+    rows = patients("outcome")
+    config = configured("outcome", tmp_path / "run", wait=1)
+    grid = Lost(nodes(SITES, tmp_path / "memory", smallest=1), config)
+    for number in range(SITES):
+        path = tmp_path / f"{number}.csv"
+        rows[rows["hospital"] == number].drop(columns="hospital").to_csv(path, index=False)
+        site(grid, number).config["data"] = str(path)
+    server_app.serve(grid, config, PAUSE)
+    records = json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(records) == 2
+    (fault,) = records[0]["faults"]
+    assert fault["client"] == 1
+    assert fault["reason"] == "lost before round 1: the site has disconnected"
+    left = rows[rows["hospital"] != 1]["age"]
+    age = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]["age"]
+    mean = left.mean() if step == "kinds" else rows["age"].mean()  # it answered the sums
+    assert age["mean"] == pytest.approx(mean)
+    assert age["deviation"] == pytest.approx(np.sqrt(((left - mean) ** 2).mean()))

@@ -30,6 +30,7 @@ class Gathering:
     def __init__(self, settings: Deployment, mailbox: Mailbox) -> None:
         self.settings = settings
         self.mailbox = mailbox
+        self._lost: dict[int, str] = {}  # sites that were lost during the statistics
 
     def task(self, seed: int) -> Task:
         """Wait for the sites and return their task.
@@ -50,8 +51,12 @@ class Gathering:
         alike = {"fedloom": fedloom.__version__, "layout": layout_digest(blank)}
         limits = self.settings.deadline, self.settings.wait
         self.sites = KnownSites(self.mailbox, count, briefing, alike, *limits)
-        _logger.info("waiting for %d of %d sites", self.settings.sites, count)
-        self.sites.wait(self.settings.sites, self.settings.wait)
+        self.sites.lost |= self._lost
+        needed = max(1, self.settings.sites - len(self._lost))
+        _logger.info("waiting for %d of %d sites", needed, count)
+        # if the sites have agreed on columns already, the loss of one does not end the run
+        least = 1 if agreed is not None and opening is None else None
+        self.sites.wait(needed, self.settings.wait, least=least)
         introduced = self.sites.known
         if opening is None:
             have_data = any(site.has_own_data for site in introduced.values())
@@ -99,7 +104,9 @@ class Gathering:
         sites = self.first_sites()
         if not any(site.has_own_data for site in sites.known.values()):
             return None
-        return agreed_table(site_statistics(self.settings, sites), roles)
+        statistics = site_statistics(self.settings, sites)
+        self._lost = sites.lost
+        return agreed_table(statistics, roles)
 
     def first_sites(self) -> KnownSites:
         """Wait for the sites before they agree on columns.

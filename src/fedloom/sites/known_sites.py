@@ -23,7 +23,7 @@ MOST_SAMPLES = 1 << 48
 GREETING = 60.0
 """Seconds that new nodes have to introduce themselves while the round lacks a client."""
 
-_UNAVAILABLE = (3, 4, 5)
+UNAVAILABLE = (3, 4, 5)
 """Flower's error codes for a missing message, reply or node (`ErrorCode`)."""
 
 _logger = logging.getLogger("flwr.fedloom")  # Flower shows and stores only its own loggers
@@ -72,6 +72,7 @@ class KnownSites:
         numbers: Site numbers by the task's clients.
         known: Sites that have introduced themselves, by number.
         registered: Samples of each site at its first introduction; it never counts with more.
+        lost: Sites that were lost before the first round and are not back, with the reason.
     """
 
     federation: str
@@ -92,6 +93,7 @@ class KnownSites:
         self.patience = patience
         self.known: dict[int, KnownSite] = {}
         self.registered: dict[int, int] = {}
+        self.lost: dict[int, str] = {}
         self.briefing = briefing
         self._agreed = agreed
         self._greeted: dict[str, int] = {}  # nodes that have not answered yet, by message id
@@ -99,24 +101,33 @@ class KnownSites:
         self._ignored: dict[int, int | None] = {}
         self._online: set[int] = set()
 
-    def wait(self, count: int, seconds: float, strict: bool = True) -> None:
+    def wait(
+        self, count: int, seconds: float, strict: bool = True, least: int | None = None
+    ) -> None:
         """Wait until `count` sites are connected.
 
         Args:
             count: Number of sites.
             seconds: Longest time to wait.
             strict: Raise an error for a node that cannot take part, instead of ignoring it.
+            least: Smallest number of sites after `seconds`; None for `count`.
 
         Raises:
             InvalidValue: Sites are missing after `seconds`, or a node cannot take part.
         """
         self._until(lambda: len(self.present()) >= count, seconds, strict)
         present = self.present()
-        if len(present) < count:
+        if len(present) < (count if least is None else least):
             missing = [number for number in range(self.count) if number not in present]
             names = ", ".join(map(str, missing[:20])) + (" and more" if len(missing) > 20 else "")
             connected = f"{len(present)} of {count} sites are connected after {seconds:g} s"
             raise InvalidValue(f"{connected}; missing: partition-id {names}")
+
+    def lose(self, number: int, reason: str) -> None:
+        """Note that a site was lost before the first round; it takes part when it is back."""
+        _logger.warning("site %d was lost before round 1: %s", number, reason)
+        self.known.pop(number, None)
+        self.lost[number] = f"lost before round 1: {reason}"
 
     def find(self, numbers: Collection[int], seconds: float) -> dict[int, int]:
         """Return the nodes of connected sites.
@@ -214,6 +225,7 @@ class KnownSites:
                 )
             _logger.info("site %d is back", site.number)
         self.known[site.number] = site
+        self.lost.pop(site.number, None)
         self.registered.setdefault(site.number, site.samples)
 
     def answers(
@@ -253,7 +265,8 @@ class KnownSites:
         common = {"federation": self.federation, "round": order, **self.briefing}
         for job, number in zip(jobs, numbers, strict=True):
             if number not in nodes:
-                yield round, job, Fault(job, "the site is not connected", sent=False)
+                reason = self.lost.get(number, "the site is not connected")
+                yield round, job, Fault(job, reason, sent=False)
                 continue
             content = pack(
                 common | {"site": number, "client": job.client} | words(job),
@@ -270,7 +283,7 @@ class KnownSites:
         ids = sorted(under_way, key=lambda message_id: under_way[message_id][1].client)
         for message_id, reply in self.mailbox.collect(ids, max(0.0, end - time.monotonic())):
             began, job = under_way.pop(message_id)
-            gone = reply.has_error() and reply.error.code in _UNAVAILABLE
+            gone = reply.has_error() and reply.error.code in UNAVAILABLE
             yield began, job, Fault(job, "the site has disconnected") if gone else reply
         if orders is None:
             for _, job in under_way.values():

@@ -6,7 +6,7 @@ import math
 from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.report.export import markdown_table
 from fedloom.sites.agreement import Deployment
-from fedloom.sites.known_sites import KnownSites
+from fedloom.sites.known_sites import UNAVAILABLE, KnownSites
 from fedloom.sites.messages import Words, pack, words_of
 from fedloom.state.released import RELEASED, STATISTICS, Release, ReleaseLedger
 from fedloom.survey.column_statistics import Statistics, caption, statistics_table
@@ -49,26 +49,35 @@ def site_statistics(settings: Deployment, sites: KnownSites) -> Statistics:
 def _answers(
     settings: Deployment, sites: KnownSites, request: Words, ledger: ReleaseLedger
 ) -> dict[int, Words]:
-    """Return every site's answer about its columns.
+    """Return the answers of the connected sites about their columns.
+
+    A lost site is not asked again.
 
     Raises:
-        InvalidValue: A site returned no statistics.
+        InvalidValue: A site refused, or no site is left.
     """
     if request["noise"] and request["step"] == "sums":
         length = math.sqrt(request["releases"])
         ledger.append(Release(0, STATISTICS, request["noise"] / length, length))
     seconds = settings.deadline or settings.wait
     content = pack({**request, **sites.briefing})
+    asked = sorted(sites.known)
     sent = {
-        sites.mailbox.send(site.node, "query.statistics", content): number
-        for number, site in sites.known.items()
+        sites.mailbox.send(sites.known[number].node, "query.statistics", content): number
+        for number in asked
     }
     answers = {}
     for message_id, reply in sites.mailbox.collect(filter(None, sent), seconds):
+        if reply.has_error() and reply.error.code in UNAVAILABLE:
+            sites.lose(sent[message_id], "the site has disconnected")
+            continue
         try:
             answers[sent[message_id]] = dict(words_of(reply)["answer"])
         except (FedloomError, KeyError, TypeError, ValueError) as error:
             raise InvalidValue(f"site {sent[message_id]} returned no statistics: {error}") from None
-    if silent := sorted({*sent.values()} - answers.keys()):
-        raise InvalidValue(f"site {silent[0]} returned no statistics within {seconds:g} s")
+    for number in sorted(sites.known.keys() - answers.keys()):
+        sites.lose(number, f"no statistics within {seconds:g} s")
+    if not answers:
+        number = asked[0]
+        raise InvalidValue(f"no site returned statistics; site {number}: {sites.lost[number]}")
     return answers

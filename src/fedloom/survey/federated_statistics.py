@@ -372,7 +372,8 @@ def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Stat
     """Return the statistics of all clients.
 
     Args:
-        ask: Sends a request to every client and returns their answers by the client's number.
+        ask: Sends a request to every client and returns their answers by the client's number. A
+            client without an answer counts only in the steps that it answered.
         survey: Settings.
 
     Returns:
@@ -411,6 +412,9 @@ class _Collection:
                 near = suggestion(name, numbers)
                 raise InvalidValue(f"bounds: {quoted(name)} is no column of numbers{near}")
         self.noise, self.releases = 0.0, 0
+        # rows of each column at each client; a client may be lost between two steps
+        self.counts: dict[str, dict[int, float]] = {name: {} for name in kinds}
+        self.told: dict[str, dict[int, dict[str, float]]] = {}
         self.about: dict[str, Words] = {
             name: {"bounds": bounds[name]} if name in bounds else {} for name in kinds
         }
@@ -441,7 +445,8 @@ class _Collection:
         """Add the deviations, and the edges of the bins."""
         for name, ((squares, *extremes), _) in self._summed("squares", 1).items():
             mean = self.about[name]["mean"]
-            deviation = math.sqrt(max(0.0, squares) / self.columns[name].count)
+            count = sum(self.counts[name][client] for client in self.told[name])
+            deviation = math.sqrt(max(0.0, squares) / count) if count > 0 else 0.0
             edges = self.survey.bounds.get(name) or _edges(mean, deviation, extremes)
             self._set(name, mean=mean, deviation=deviation, edges=edges)
             self.about[name]["bins"] = (*edges, self.survey.bins)
@@ -463,7 +468,7 @@ class _Collection:
             request["releases"] = self.releases
         answers = self.ask({**request, "columns": self.about}) if self.about else {}
         sums: dict[str, list[float]] = {}
-        told: dict[str, dict[int, dict[str, float]]] = {}
+        self.told = told = dict[str, dict[int, dict[str, float]]]()
         for client, words in sorted(answers.items()):
             columns = _sound(dict[_Name, Listed], words.get("columns"), client)
             for name, (listed, rows) in columns.items():
@@ -474,6 +479,8 @@ class _Collection:
                 positive = listed[:1] if step == "squares" else listed[:2]
                 if not self.noise and min(*positive, *rows.values(), 0.0) < 0:
                     raise _refusal(client)
+                if step == "sums":
+                    self.counts[name][client] = listed[0]
                 sums[name] = _merged(step, sums[name], listed) if name in sums else listed
                 told.setdefault(name, {})[client] = rows
         return {name: (total, _categories(told[name], name)) for name, total in sums.items()}
