@@ -106,7 +106,8 @@ def test_separator_decimal_mark_and_encoding_can_be_given(
     (tmp_path / "a.csv").write_bytes(content)
     path = tmp_path / "a.csv"
     task = fl.make_task(
-        f"table(path='{path}', test_path='{path}', target='y', standardise=false, {options})",
+        f"table(path='{path}', test_path='{path}', target='y', standardise=false, smallest=1, "
+        f"{options})",
         clients=1,
         partition="iid",
         model="logistic",

@@ -141,7 +141,9 @@ def test_whole_numbers_beyond_int64_are_told_or_rounded(
         dataset = build(tmp_path / kind, target="label", kind="classification")
         assert set(map(str, large.to_pylist())) == set(dataset.class_names or ())
     elif role == "input" and kind == "t.csv":  # too many digits for a float: category names
-        dataset = build(tmp_path / kind, target="label", group="group", test_fraction=0.5)
+        dataset = build(
+            tmp_path / kind, target="label", group="group", test_fraction=0.5, smallest=1
+        )
         assert set(dataset.train.inputs.unique().tolist()) == {0.0, 1.0}
     else:
         dataset = build(tmp_path / kind, target="label", group="group", test_fraction=0.5)
@@ -362,7 +364,12 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     for kind in KINDS:
         write(patients(), tmp_path / kind)
         dataset = build(
-            tmp_path / kind, target="outcome", group="hospital", missing="mean", test_fraction=0.5
+            tmp_path / kind,
+            target="outcome",
+            group="hospital",
+            missing="mean",
+            test_fraction=0.5,
+            smallest=1,
         )
         assert dataset.class_names == ("ill", "well")
         assert dataset.train.group_names == ("h0", "h1", "h2")

@@ -63,7 +63,9 @@ def test_files_of_earlier_versions_have_no_type_of_labels() -> None:
     frame = pd.DataFrame({"a": [1.0, -1.0] * 40, "y": [3, 4] * 40})
     preprocessing = task(frame, target="y").dataset.preprocessing
     values = asdict(preprocessing)
-    del values["outputs"]["label_type"]
+    del values["outputs"]["label_type"], values["inputs"]["dates"]
+    for column in values["inputs"]["columns"]:
+        del column["other"]
     digest = digest_of_json(values)
     read = Preprocessing.from_json(json.dumps({**values, "digest": digest}))
     assert (read.digest, read.outputs.label_type) == (digest, "")
@@ -114,22 +116,10 @@ def test_text_that_is_nearly_numbers_is_told(cell: str, is_told: bool, tmp_path:
     (tmp_path / "a.csv").write_text("x,y\n" + rows)
     notices = task(f"table(path='{tmp_path / 'a.csv'}', target='y', test_fraction=0.01)").notices
     if is_told:
-        assert f"because of '{cell}'" in notices[0]
+        assert "because of 1 other texts, first in row 99:" in notices[0]
+        assert not any(cell in notice for notice in notices)  # a run stores its notices
     else:
         assert notices == []
-
-
-def test_nearly_unique_text_is_told() -> None:
-    frame = pd.DataFrame(
-        {
-            "name": [f"person {row}" for row in range(40)],
-            "ward": ["n", "s"] * 20,
-            "y": ["p", "p", "q", "q"] * 10,
-        }
-    )
-    notices = task(frame, target="y").notices
-    assert not any("'ward'" in notice for notice in notices)
-    assert "column 'name' is 32 categories in 32 rows" in notices[0]
 
 
 def test_one_huge_number_is_told_and_keeps_its_column_finite() -> None:
@@ -140,7 +130,7 @@ def test_one_huge_number_is_told_and_keeps_its_column_finite() -> None:
     given = task(whole, target="y")
     assert given.train.inputs.isfinite().all()
     assert len(given.train.inputs.unique()) > 1
-    assert "column 'b' holds 3.40282e+38" in given.notices[0]
+    assert "column 'b' holds a number in row 3 that is" in given.notices[0]
     frame["b"] = [0.0] * 59 + [1.0]
     assert task((frame, frame), target="y").notices == []  # rare, but the only information
 

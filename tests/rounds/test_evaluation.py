@@ -564,3 +564,29 @@ def test_models_are_scored_in_evaluation_mode() -> None:
     assert evaluator.score(random_row(task, 4), task.test)["loss"] == pytest.approx(
         float(F.cross_entropy(logits, y)), rel=1e-5
     )
+
+
+def test_metrics_of_each_client_are_recorded_and_undefined_ones_are_empty() -> None:
+    labels = np.array([0, 0, 0, 0, 0, 1, 0, 1] * 10)
+    owner = np.repeat([0, 1], 40)
+    inputs = np.random.default_rng(0).normal(size=(80, 3))
+    labels[owner == 0] = 0
+    samples = fl.Samples(inputs, labels, owner)
+
+    def mean_target(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return targets.double().mean() if targets.any() else torch.tensor(torch.nan)
+
+    task = fl.make_task(
+        (samples, samples),
+        clients=0,
+        partition="natural",
+        model="logistic",
+        local_test=0.25,
+        metrics=[mean_target],
+    )
+    result = fl.run("fedavg", task, rounds=1, personal_every=1)
+    assert task.local_test is not None
+    table = result.federation.client_history[-1]["personal"]
+    expected = float(labels[task.local_test[1]].mean())
+    assert table["mean_target"] == [None, pytest.approx(expected)]
+    assert result.clients().mean_target.isna().tolist() == [True, False] * 2

@@ -2,6 +2,7 @@
 categories of text.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,10 +13,27 @@ import torch
 from torch import Tensor
 
 from fedloom.common.errors import DataError, quoted, shortened, suggestion
-from fedloom.data.formats.arrow_columns import categories, first_empty, is_text, numbers, one_hot
+from fedloom.common.fields import Count, require_fields
+from fedloom.data.formats.arrow_columns import (
+    categories,
+    days,
+    first_empty,
+    holds_dates,
+    is_date,
+    is_text,
+    numbers,
+    one_hot,
+)
 from fedloom.data.formats.limits import require_room
 
 Missing = Literal["refuse", "mean", "drop"]
+Dates = Literal["refuse", "ordinal"]
+
+CLIENT = "(file)"
+"""Column with the name of each row's file, of a table with one file per client."""
+
+SMALLEST = 5
+"""Fewest training rows of a category that the files of a run name."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,8 @@ class TableColumn:
     cell.
 
     Numbers have a mean, which replaces empty cells, and a standard deviation each, none of them
-    before `fitted`.
+    before `fitted`. With `other`, one more column of 0 and 1 stands for all categories that too few
+    training rows have; none of them is stored.
     """
 
     name: str
@@ -58,17 +77,21 @@ class TableColumn:
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
     width: int = 1
+    other: bool = False
 
     @property
     def features(self) -> int:
         """The number of a model's inputs that the column becomes."""
-        return self.width if self.categories is None else len(self.categories)
+        return self.width if self.categories is None else len(self.categories) + self.other
 
-    def encoded(self, cells: Any) -> tuple[npt.NDArray[np.float64], list[str]]:
+    def encoded(
+        self, cells: Any, dates: Dates = "refuse"
+    ) -> tuple[npt.NDArray[np.float64], list[str]]:
         """Return the inputs of cells, and notices.
 
         Args:
             cells: Cells of `n` rows.
+            dates: Whether dates are numbers.
 
         Returns:
             `[n, features]`: numbers with NaN in empty cells, or 1 for the cell's category; a line
@@ -79,16 +102,24 @@ class TableColumn:
         """
         title = f"column {quoted(self.name)}"
         if self.categories is not None:
-            block, unknown = one_hot(cells, self.categories)
+            block, unknown = one_hot(cells, self.categories, self.other)
             listed = shortened(", ".join(map(quoted, unknown)))
-            notice = f"{title} has categories that the model was not trained on, taken for none: "
-            return block, [notice + listed] if unknown else []
-        if is_text(cells.type):
+            taken = "are not inputs of their own, taken for other"
+            if not self.other:
+                taken = "the model was not trained on, taken for none"
+            return block, [f"{title} has categories that {taken}: {listed}"] if unknown else []
+        if is_text(cells.type) and dates == "refuse":
             raise DataError(f"{title} is text, and the model was trained on numbers")
-        block = numbers(cells, title)
+        block = _numbers(cells, title, dates)
         if block.shape[1] != self.width:
             raise DataError(f"{title} has lists of {block.shape[1]} numbers, not of {self.width}")
         return block, []
+
+
+def _numbers(cells: Any, title: str, dates: Dates) -> npt.NDArray[np.float64]:
+    """Return numbers `[n, width]`, of dates the days since 1970 if they are to be ordinal."""
+    is_ordinal = dates == "ordinal" and (is_date(cells.type) or is_text(cells.type))
+    return days(cells, title) if is_ordinal else numbers(cells, title)
 
 
 @dataclass(frozen=True)
@@ -102,7 +133,13 @@ class Columns:
     kind: Literal["auto", "classification", "regression"] = "auto"
     missing: Missing = "refuse"
     standardise: bool = True
-    has_options: bool = True  # False for a table in memory, which `make_task` reads without options
+    has_options: bool = True  # False for a table in memory, of which `make_task` has few options
+    exclude: Sequence[str] = ()
+    dates: Dates = "refuse"
+    smallest: Count = SMALLEST
+
+    def __post_init__(self) -> None:
+        require_fields(self)
 
     @property
     def groups(self) -> list[str]:
@@ -114,6 +151,25 @@ class Columns:
         """The columns that are text, whatever their cells."""
         return [*self.groups, *self.categorical]
 
+    def is_categorical(self, name: str, cells: Any) -> bool:
+        """Return True if the cells of this input are categories."""
+        is_ordinal = self.dates == "ordinal" and holds_dates(cells)
+        return name in self.categorical or (is_text(cells.type) and not is_ordinal)
+
+    def leave_out(self, names: Sequence[str]) -> str:
+        """Return the setting that leaves out these columns, as it is written."""
+        excluded = ", ".join(self._quoted(name) for name in (*self.exclude, *names))
+        return f"exclude=[{excluded}]"
+
+    @property
+    def ordinal(self) -> str:
+        """The setting that takes dates as numbers, as it is written."""
+        return f"dates={self._quoted('ordinal')}"
+
+    def _quoted(self, text: str) -> str:
+        """Quote a text; in a TOML file, double quotes surround the whole table(...)."""
+        return repr(text) if self.has_options else json.dumps(text, ensure_ascii=False)
+
 
 @dataclass(frozen=True)
 class TableInputs:
@@ -124,6 +180,7 @@ class TableInputs:
     columns: tuple[TableColumn, ...]
     missing: Missing = "refuse"
     standardise: bool = True
+    dates: Dates = "refuse"
     kind: Literal["table"] = "table"
 
     @classmethod
@@ -133,20 +190,24 @@ class TableInputs:
         Args:
             table: Arrow table.
             roles: Roles of its columns.
-            rows: Rows to train on; categories are those of these rows.
+            rows: Rows to train on; categories are those that `smallest` of these rows have.
         """
         columns = []
         for name in roles.inputs:
             cells = table.column(name)
-            if name in roles.categorical or is_text(cells.type):
+            if roles.is_categorical(name, cells):
                 texts, index = categories(cells)
-                present = sorted(texts[k] for k in np.unique(index[rows]).tolist())
-                columns.append(TableColumn(name, tuple(present)))
+                rows_of_each = np.bincount(index[rows], minlength=len(texts)).tolist()
+                counts = dict(zip(texts, rows_of_each, strict=True))
+                present = sorted(text for text, count in counts.items() if count)
+                # An empty cell identifies no row.
+                named = [t for t in present if counts[t] >= roles.smallest or not t]
+                columns.append(TableColumn(name, (*named,), other=len(named) < len(present)))
             else:
                 first = cells.drop_null().slice(0, 1)
-                width = numbers(first, f"column {quoted(name)}").shape[1]
+                width = _numbers(first, f"column {quoted(name)}", roles.dates).shape[1]
                 columns.append(TableColumn(name, width=width))
-        return cls(tuple(columns), roles.missing, roles.standardise)
+        return cls(tuple(columns), roles.missing, roles.standardise, roles.dates)
 
     @property
     def features(self) -> int:
@@ -186,7 +247,7 @@ class TableInputs:
                     f"no column {quoted(column.name)}, which the model was trained on{near}"
                 )
             cells = by_name[column.name]
-            block, told = column.encoded(cells)
+            block, told = column.encoded(cells, self.dates)
             if self.missing != "mean" and (empty := first_empty(cells)):
                 raise DataError(f"column {quoted(column.name)} {empty}: fill it")
             blocks.append(block)

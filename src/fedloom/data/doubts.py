@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.common.errors import quoted, shortened
 from fedloom.data.columns import Columns
-from fedloom.data.formats.arrow_columns import categories, is_text, numbers
+from fedloom.data.formats.arrow_columns import categories, holds_dates, numbers
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _MARKED = re.compile(r"[$€£]? ?[+-]?\d[\d,.' ]* ?[%$€£]?")
@@ -21,8 +21,10 @@ _FAR = 1e4
 
 
 def doubtful_columns(table: Any, roles: Columns, rows: npt.NDArray[np.int64]) -> list[str]:
-    """Return a notice for each input that is text but nearly numbers, or text that is nearly
-    unique, or that has a number which outweighs all others.
+    """Return a notice for each input that is text but nearly numbers, or that has a number which
+    outweighs all others, and one for categories that too few rows have.
+
+    Notices are stored with a run, so they name rows and no values.
 
     Args:
         table: An Arrow table.
@@ -30,14 +32,26 @@ def doubtful_columns(table: Any, roles: Columns, rows: npt.NDArray[np.int64]) ->
         rows: The rows to train on.
     """
     notices = []
+    rare: dict[str, int] = {}
     for name in roles.inputs:
         cells = table.column(name).take(rows)
         title = f"column {quoted(name)}"
-        if not is_text(cells.type):
-            notices += _outweighed(numbers(cells, title), title)
-        elif name not in roles.categorical:
+        if roles.is_categorical(name, cells):
             texts, index = categories(cells)
-            notices += _doubtful_text(texts, np.bincount(index, minlength=len(texts)), title)
+            counts = np.bincount(index, minlength=len(texts))
+            few = [text for text, count in zip(texts, counts, strict=True) if text and count]
+            few = [text for text in few if counts[texts.index(text)] < roles.smallest]
+            rare |= {name: len(few)} if few else {}
+            if name not in roles.categorical:
+                notices += _doubtful_text(texts, index, rows, title)
+        elif not holds_dates(cells):
+            notices += _outweighed(numbers(cells, title), rows, title)
+    if rare:
+        listed = ", ".join(f"{quoted(name)} ({count})" for name, count in rare.items())
+        notices.append(
+            f"categories that fewer than {roles.smallest} rows have are one input, other, of each "
+            f"column: {shortened(listed)}"
+        )
     return notices
 
 
@@ -59,7 +73,29 @@ def whole_floats(labels: Tensor, target: str) -> list[str]:
     ]
 
 
-def _doubtful_text(texts: Sequence[str], counts: npt.NDArray[np.int64], title: str) -> list[str]:
+def _doubtful_text(
+    texts: Sequence[str], index: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], title: str
+) -> list[str]:
+    counts = np.bincount(index, minlength=len(texts))
+    others = texts_among_numbers(texts, counts)
+    if not others:
+        return []
+    first = [int(rows[np.argmax(index == texts.index(text))]) for text in others]
+    return [
+        f"{title} is {len([*filter(None, texts)])} categories of text, though most cells are "
+        f"numbers, because of {len(others)} other texts, first in row "
+        f"{shortened(', '.join(map(str, first)))}: write these as numbers or leave "
+        "them empty"
+    ]
+
+
+def texts_among_numbers(texts: Sequence[str], counts: npt.NDArray[np.int64]) -> list[str]:
+    """Return the texts that are no numbers in a column of which most cells are; else none.
+
+    Args:
+        texts: Distinct cells.
+        counts: Rows of each.
+    """
     filled = {text: int(count) for text, count in zip(texts, counts, strict=True) if text}
     total = sum(filled.values())
     numeric = [text for text in filled if _NUMBER.fullmatch(text.strip())]
@@ -67,25 +103,16 @@ def _doubtful_text(texts: Sequence[str], counts: npt.NDArray[np.int64], title: s
     marked = [text for text in others if _MARKED.fullmatch(text.strip())]
     like_numbers = sum(filled[text] for text in (*numeric, *marked))
     is_code = any(text.lstrip("+-").startswith("0") and text[1:2].isdigit() for text in numeric)
-    if others and not is_code and len(filled) > 2 and like_numbers >= _NEARLY * total:
-        return [
-            f"{title} is {len(filled)} categories of text, though most cells are numbers, "
-            "because of "
-            f"{shortened(', '.join(map(quoted, others)))}: write these as numbers or leave "
-            "them empty"
-        ]
-    if total >= _FEW_ROWS and len(filled) > total / 2:
-        return [
-            f"{title} is {len(filled)} categories in {total} rows, nearly all of them unique, "
-            "such as names or numbers of "
-            "persons: leave it out"
-        ]
-    return []
+    is_number = not is_code and len(filled) > 2 and like_numbers >= _NEARLY * total
+    return others if is_number else []
 
 
-def _outweighed(values: npt.NDArray[np.float64], title: str) -> list[str]:
+def _outweighed(
+    values: npt.NDArray[np.float64], rows: npt.NDArray[np.int64], title: str
+) -> list[str]:
     """Return a notice if one number in a column holds nearly all of its variance."""
-    column = values[~np.isnan(values[:, 0]), 0]
+    present = ~np.isnan(values[:, 0])
+    column = values[present, 0]
     if values.shape[1] > 1 or len(column) < _FEW_ROWS:
         return []
     largest = int(np.abs(column - np.median(column)).argmax())
@@ -94,7 +121,7 @@ def _outweighed(values: npt.NDArray[np.float64], title: str) -> list[str]:
     if not spread or abs(column[largest] - rest.mean()) < _FAR * spread:
         return []
     return [
-        f"{title} holds {column[largest]:g}, which is {_FAR:,.0f} deviations or more from all "
-        "others, so that these become "
+        f"{title} holds a number in row {rows[present][largest]} that is {_FAR:,.0f} deviations "
+        "or more from all others, so that these become "
         "nearly equal inputs: correct it or leave its row out"
     ]

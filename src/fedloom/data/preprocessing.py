@@ -157,8 +157,15 @@ class Preprocessing:
     def digest(self) -> str:
         """A digest of all its values."""
         values = asdict(self)
-        if not self.outputs.label_type:  # earlier versions had none
+        # earlier versions had none of these
+        if not self.outputs.label_type:
             del values["outputs"]["label_type"]
+        if isinstance(self.inputs, TableInputs):
+            if self.inputs.dates == "refuse":
+                del values["inputs"]["dates"]
+            for column in values["inputs"]["columns"]:
+                if not column["other"]:
+                    del column["other"]
         return digest_of_json(values)
 
     @property
@@ -213,7 +220,10 @@ class Preprocessing:
             return CsvOptions([self.inputs.column])
         columns = self.inputs.columns if isinstance(self.inputs, TableInputs) else ()
         text = [column.name for column in columns if column.categories is not None]
-        return CsvOptions(text, [column.name for column in columns if column.name not in text])
+        numbers = [column.name for column in columns if column.name not in text]
+        if isinstance(self.inputs, TableInputs) and self.inputs.dates == "ordinal":
+            numbers = []  # some of them are dates
+        return CsvOptions(text, numbers)
 
     def apply(self, data: Any, source: str = "data") -> tuple[Tensor, list[str]]:
         """Encode a table, an array, paths of pictures or texts.

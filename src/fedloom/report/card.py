@@ -29,7 +29,7 @@ def model_card(
             task=task,
             preprocessing=preprocessing,
             outputs=preprocessing.outputs,
-            columns={column.name: column.categories for column in columns},
+            columns=columns,
             notices=dict.fromkeys(notices),
             figures=_figures(run),
             epsilon=summary.epsilon(run),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from fedloom.common.errors import shortened
 from fedloom.report.cells import Cell, Column, table_of
 from fedloom.report.summary import RunSummary
 
@@ -63,7 +64,11 @@ def client_table(runs: Sequence[RunSummary]) -> "tuple[str, pandas.DataFrame, st
     measured = len(clients.columns) > 0
     listed = clients.index[:LISTED]
     counts = [comparable[0].label_counts[number] for number in listed]
-    columns = {Column("Client", order="ascending"): _counts(listed)}
+    names = [Cell(f"{number:,}", number) for number in listed]
+    if comparable and comparable[0].client_names is not None:
+        texts = [comparable[0].client_name(number) for number in listed]
+        names = [Cell(shortened(text), text) for text in texts]
+    columns = {Column("Client", order="ascending"): names}
     scores = [("Mean", score)] if measured and len(comparable) > 1 else []
     for name, values in (*scores, *clients.items()):
         title = f"{name}, %" if metric.share else name
@@ -80,6 +85,27 @@ def client_table(runs: Sequence[RunSummary]) -> "tuple[str, pandas.DataFrame, st
     title = f"Clients, the {f'worst {metric.noun}' if measured else 'fewest samples'} first"
     caption = _caption(comparable, len(clients), measured) if len(clients) else ""
     return title, table_of(columns), caption
+
+
+def client_figures(run: RunSummary) -> "pandas.DataFrame":
+    """Return the latest figures of each evaluated client of a run.
+
+    Args:
+        run: The run.
+
+    Returns:
+        A row for each client and model, with the columns `client`, `model`, `samples` and the
+        figures.
+    """
+    import pandas
+
+    tables = []
+    for model, table in (run.clients[-1] if run.clients else {}).items():
+        if model != "round":
+            names = [run.client_name(client) for client in table["clients"]]
+            figures = {name: values for name, values in table.items() if name != "clients"}
+            tables.append(pandas.DataFrame({"client": names, "model": model, **figures}))
+    return pandas.concat(tables, ignore_index=True) if tables else pandas.DataFrame()
 
 
 def _counts(counts: Iterable[int]) -> list[Cell]:

@@ -125,7 +125,7 @@ def _labels(runs: Sequence[RunSummary]) -> list[ReportFigure]:
         f"seed {run.seed}"
         if by_seed
         else f"{run.algorithm}, seed {run.seed}": figures.label_distribution(
-            run.label_counts, run.class_names
+            run.label_counts, run.class_names, client_names=run.client_names
         )
         for run in different[: LIMIT["labels"]]
     }

@@ -133,7 +133,10 @@ def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
 
 
 def label_distribution(
-    label_counts: Sequence[Sequence[int]], class_names: Sequence[str] | None = None, limit: int = 60
+    label_counts: Sequence[Sequence[int]],
+    class_names: Sequence[str] | None = None,
+    limit: int = 60,
+    client_names: Sequence[str] | None = None,
 ) -> go.Figure:
     """Draw a bubble for the samples `[clients][classes]` that a client has of a class, for at most
     `limit` clients.
@@ -142,6 +145,7 @@ def label_distribution(
     classes = counts.shape[1]
     names = [html.escape(name) for name in class_names or map(str, range(classes))]
     shown = evenly_spaced(len(counts), limit)
+    clients = [html.escape(name) for name in client_names or map(str, range(len(counts)))]
     client, label = counts[shown].nonzero()
     samples = counts[shown][client, label]
     largest = 26 if len(shown) <= 30 else 18
@@ -151,7 +155,7 @@ def label_distribution(
         "sizeref": 2 * float(samples.max(initial=1)) / largest**2,
     }
     bubbles = go.Scatter(
-        x=[str(shown[k]) for k in client],
+        x=[clients[shown[k]] for k in client],
         y=[names[k] for k in label],
         customdata=samples,
         mode="markers",
@@ -159,7 +163,7 @@ def label_distribution(
         hovertemplate="client %{x}, class %{y}<br>%{customdata} samples<extra></extra>",
     )
     # Clients and classes without a bubble stay on the axes.
-    across = {"categoryarray": [str(k) for k in shown], "range": [-0.7, len(shown) - 0.3]}
+    across = {"categoryarray": [clients[k] for k in shown], "range": [-0.7, len(shown) - 0.3]}
     up = {"categoryarray": names, "range": [-0.7, classes - 0.3]}
     return framed(
         [bubbles],

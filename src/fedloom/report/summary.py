@@ -38,9 +38,10 @@ class RunSummary:
 
     `records`, `timings` and `clients` are the lines of `metrics.jsonl`, `timings.jsonl` and
     `clients.jsonl`. `label_counts` holds the training samples `[clients][classes]` by the labels as
-    the clients have them, of which `wrong_labels` are wrong. No key of the `configuration` is
-    required. `recorded` has an entry for each recorder (`Recording.results`). Where the task's
-    `metric` is not the accuracy, it stands in its place in everything below.
+    the clients have them, of which `wrong_labels` are wrong. `client_names` are their names in the
+    data. No key of the `configuration` is required. `recorded` has an entry for each recorder
+    (`Recording.results`). Where the task's `metric` is not the accuracy, it stands in its place in
+    everything below.
     """
 
     algorithm: str
@@ -55,6 +56,11 @@ class RunSummary:
     clients: list[dict[str, Any]] = field(default_factory=list)
     wrong_labels: int = 0
     metric: Metric = ACCURACY
+    client_names: Sequence[str] | None = None
+
+    def client_name(self, client: int) -> str:
+        """Return the name of a client in the data, or its number."""
+        return str(client) if self.client_names is None else str(self.client_names[client])
 
 
 @dataclass(frozen=True)

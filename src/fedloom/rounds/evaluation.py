@@ -220,12 +220,19 @@ class Evaluation:
             yield [Job(client, None, inbox_of(message, k)) for k, client in enumerate(block)]
 
     def _table(self, tally: Tally) -> Record:
-        metric = self.task.objective.metric.name
+        figures = tally.by_client(self.task.objective)
+        if self.task.objective.metric.name != "loss":
+            del figures["loss"]  # its last digits depend on how clients share batches
         return {
             "clients": [self.numbers[client] for client in tally.clients.tolist()],
             "samples": tally.samples.tolist(),
-            metric: tally.by_client(self.task.objective)[metric].tolist(),
+            **{name: _or_none(values) for name, values in figures.items()},
         }
+
+
+def _or_none(values: Tensor) -> list[float | None]:
+    """Return numbers with None for NaN: a metric may be undefined for the samples of a client."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tuple[int, int]:

@@ -256,6 +256,7 @@ class RunDirectory:
                 RoundLog(self.path / "clients.jsonl").read(),
                 task["wrong_labels"],
                 Metric(**task["metric"]),
+                task.get("client_names"),
             )
             summarise([summary])  # tables show only figures of runs
             client_table([summary])

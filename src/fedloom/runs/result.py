@@ -15,6 +15,7 @@ from fedloom.common.errors import InvalidValue
 from fedloom.engines.base import Choice
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
+from fedloom.report.clients import client_figures
 from fedloom.report.frames import result_lines
 from fedloom.report.page import render, write_page
 from fedloom.report.sheet import Sheet
@@ -154,6 +155,7 @@ class Result(RunFigures):
             self.federation.client_history,
             about["wrong_labels"],
             self.task.objective.metric,
+            self.task.client_names,
         )
 
     @cached_property
@@ -165,6 +167,15 @@ class Result(RunFigures):
     def final_metrics(self) -> dict[str, Any]:
         """The scores and the costs of the run."""
         return {**scores(self.summary), **costs(self.summary)}
+
+    def clients(self) -> pandas.DataFrame:
+        """Return the latest figures of each client on its own test data.
+
+        Returns:
+            A row for each evaluated client, by its name in the data or its number, and model:
+            `client` is the global model, `personal` the model that the client would use.
+        """
+        return client_figures(self.summary)
 
     def report(self, path: str | Path) -> None:
         """Write a page of figures and tables that needs no other file.
@@ -191,6 +202,7 @@ def described_data(task: Task) -> dict[str, Any]:
         "label_counts": counts.tolist(),
         "wrong_labels": 0 if wrong is None else int(wrong.sum()),
         "class_names": None if names is None else list(names),
+        **({} if task.client_names is None else {"client_names": list(task.client_names)}),
         "train_samples": int(task.partition.sizes.sum()),
         "test_samples": len(task.test),
         "parameters": task.layout.trainable,

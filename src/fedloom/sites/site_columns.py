@@ -1,12 +1,14 @@
 """Columns of a site's own table, for statistics before the sites have agreed on columns."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from fedloom.common.errors import InvalidValue, quoted
 from fedloom.data.columns import TableInputs
 from fedloom.data.partition import Partition, split_train_test
-from fedloom.data.sets.table import table_dataset
+from fedloom.data.table_rows import table_dataset
 from fedloom.runs.configuration import Configuration
 from fedloom.sites.site_tables import csv_options, own_table, table_roles
 from fedloom.survey.federated_statistics import Values, columns_of
@@ -28,6 +30,7 @@ def table_columns(configuration: Configuration, number: int, source: str) -> dic
     table = own_table(source, csv_options(configuration))
     if roles is None or table is None:
         raise InvalidValue(f"site {number}: {source} is not a table, but the federation's data are")
+    roles = replace(roles, smallest=1)  # statistics leave out what too few rows have
     dataset = table_dataset("table", *table, roles, source)
     if not isinstance(dataset.encoding, TableInputs):
         needed = "need an example at the server: path in table(...)"

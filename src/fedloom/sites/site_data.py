@@ -20,7 +20,7 @@ from fedloom.data.preprocessing import (
 )
 from fedloom.data.sets.own import function_data, own_samples, split_arrays
 from fedloom.data.sets.picture_files import read_image_folder
-from fedloom.data.sets.table import table_dataset
+from fedloom.data.table_rows import table_dataset
 from fedloom.objectives import Objective
 from fedloom.objectives.custom import build_objective, expression_of
 from fedloom.objectives.regression import Regression, Standardised

@@ -18,7 +18,7 @@ from fedloom.data.formats.arrow import PARQUET, as_arrow, read_any
 from fedloom.data.formats.csv_files import TEXT_TABLES, CsvOptions
 from fedloom.data.preprocessing import ModelOutputs, Preprocessing, label_type
 from fedloom.data.sets.own import called
-from fedloom.data.sets.table import table_dataset
+from fedloom.data.table_rows import table_dataset
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
@@ -148,7 +148,8 @@ def agreed_table(statistics: Statistics, roles: Columns) -> Preprocessing:
         outputs = ModelOutputs("number", target.name, mean=target.mean, deviation=target.deviation)
     else:
         outputs = ModelOutputs("number", target.name)
-    return Preprocessing(TableInputs(tuple(inputs), roles.missing, roles.standardise), outputs)
+    encoding = TableInputs(tuple(inputs), roles.missing, roles.standardise, roles.dates)
+    return Preprocessing(encoding, outputs)
 
 
 def _numbers_first(text: str) -> tuple[bool, int, str]:
@@ -174,10 +175,10 @@ def server_table(agreed: Preprocessing, configuration: Configuration) -> Dataset
         objective = build_objective(configuration.objective, configuration.metrics)
     if path := options.get("test_path") or options.get("path"):
         held_out = {name: options[name] for name in ("test_fraction", "seed") if name in options}
-        train, test = read_any(Path(path), csv_options(configuration, agreed))
+        train, test = read_any(Path(str(path)), csv_options(configuration, agreed))
         if options.get("test_path"):
             train, test = train.slice(0, 1), train
-        dataset = table_dataset("table", train, test, roles, path, agreed=agreed, **held_out)
+        dataset = table_dataset("table", train, test, roles, str(path), agreed=agreed, **held_out)
     else:
         label = torch.zeros(0, dtype=torch.int64 if agreed.outputs.classes else torch.float32)
         assert isinstance(agreed.inputs, TableInputs), "`agreed_table` makes it"

@@ -64,6 +64,9 @@ Values = np.ndarray[Any, Any]
 empty.
 """
 
+OTHER = "(other)"
+"""Name of the categories that too few training rows have."""
+
 MOST_ROWS = 2.0**48
 """Rows that a client can have, at most; with noise a few more or fewer than none."""
 
@@ -162,7 +165,10 @@ def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
             columns[column.name] = block.squeeze(1)
             if column.categories is not None:
                 # the category "" stands for empty cells
-                texts = np.array([*(name or None for name in column.categories), None], object)
+                others = [OTHER] * column.other
+                texts = np.array(
+                    [*(name or None for name in column.categories), *others, None], object
+                )
                 index = torch.where(block.any(1), block.argmax(1), len(texts) - 1)
                 columns[column.name] = texts[index.numpy()]
     elif inputs.dtype == torch.uint8:
@@ -229,6 +235,10 @@ def answer(
     for name, about in asked.get("columns", {}).items():
         values = _complete(columns[name], about)
         if not noise and _told(columns[name], values, about) < least:
+            empty = len(columns[name])
+            if step == "sums" and not len(values) and empty >= least:
+                zeros = 3 if _kind(values) == "numbers" else 2
+                answers[name] = [0.0, float(empty), 0.0][:zeros], {}
             continue
         if step == "sums":
             empty = len(columns[name]) - len(values)

@@ -102,6 +102,24 @@ class Task(Described):
         """The number of clients."""
         return len(self.partition)
 
+    @cached_property
+    def client_names(self) -> tuple[str, ...] | None:
+        """The names of the clients in the data, in the order of their numbers.
+
+        A client has the name of the group of its samples, or its number if the group has too few
+        rows for a name. None if a group is not one client.
+        """
+        groups = self.train.groups
+        texts = self.train.group_names
+        if self.elsewhere or groups is None or texts is None:
+            return None
+        owned = groups.cpu().numpy()[self.partition.indices]
+        first = owned[self.partition.offsets[:-1]]
+        is_one_group = np.array_equal(np.repeat(first, self.partition.sizes), owned)
+        if not is_one_group or len(np.unique(first)) < len(first):
+            return None
+        return tuple(texts[group] or str(client) for client, group in enumerate(first.tolist()))
+
     @property
     def elsewhere(self) -> bool:
         """Return True if the clients' samples are at remote sites."""

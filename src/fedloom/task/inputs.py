@@ -26,6 +26,7 @@ def dataset_of(
     group: str,
     objective: str | Objective | Callable[..., Any] | None,
     metrics: Sequence[str | Callable[..., Any]],
+    **options: Any,
 ) -> Dataset:
     """Return the data set of a name or of the user's data.
 
@@ -35,7 +36,7 @@ def dataset_of(
         group: Column of a table that names the owner of each row.
         objective: Objective in place of the data's objective.
         metrics: Figures that are recorded beside the objective's.
-
+        options: Further roles of a table's columns.
 
     Returns:
         The data set with its objective and metrics.
@@ -45,11 +46,11 @@ def dataset_of(
         # with Arrow, which takes a while to load
         from fedloom.data.sets.foreign import foreign_dataset
 
-        dataset = foreign_dataset(data, target, group, loss)
-    elif target or group:
+        dataset = foreign_dataset(data, target, group, loss, **options)
+    elif target or group or options:
+        given = " and ".join(["target and group", *options])
         raise InvalidValue(
-            "target and group name columns of a table: in the name of a data set, as "
-            "table(target=...)"
+            f"{given} name columns of a table: in the name of a data set, as table(target=...)"
         )
     else:
         dataset = make_dataset(data) if isinstance(data, str) else data

@@ -10,6 +10,7 @@ from torch import nn
 from fedloom.common.device import find_device
 from fedloom.common.errors import InvalidValue, quoted
 from fedloom.common.training import Training
+from fedloom.data.columns import SMALLEST, Dates
 from fedloom.data.formats.limits import VARIABLE
 from fedloom.data.lazy import LazyInputs
 from fedloom.data.noise import LabelNoise, label_noises
@@ -20,12 +21,17 @@ from fedloom.task import Task
 from fedloom.task.fitting import fitted, in_type_of, mislabelled
 from fedloom.task.inputs import dataset_of, initial_module, training_of, with_float_inputs
 
+_ROLES = {"exclude": (), "dates": "refuse", "smallest": SMALLEST}
+
 
 def make_task(
     data: Any = "digits",
     *,
     target: str = "",
     group: str = "",
+    exclude: Sequence[str] = (),
+    dates: Dates = "refuse",
+    smallest: int = SMALLEST,
     model: str | nn.Module | Callable[..., nn.Module] = "mlp",
     training: Training | Mapping[str, Any] | None = None,
     objective: str | Objective | Callable[..., Any] | None = None,
@@ -47,6 +53,10 @@ def make_task(
             pair of them, for training and test.
         target: The column of a table to learn (`table` reads files and has more options).
         group: The column of a table that names the owner of each row, for `partition="natural"`.
+        exclude: Columns of a table that are not learned from, such as the number of a patient.
+        dates: Dates of a table are refused, or with `ordinal` numbers of days since 1970-01-01.
+        smallest: Fewest training rows of a category of a table with an input of its own. All rarer
+            categories of a column are one input, other, and no file of a run holds them.
         model: The expression of a model, such as `mlp(hidden=[64])`; a module, which is copied; or
             a function or class that makes a module, without arguments or from the data's `spec`.
             `seed` draws its weights.
@@ -86,7 +96,9 @@ def make_task(
         raise InvalidValue(f"local_test must be a number between 0 and 1, not {quoted(local_test)}")
     target_device = find_device(device)
     settings = training if isinstance(training, Training) else training_of(training or {})
-    dataset = dataset_of(data, target, group, objective, metrics)
+    roles = {"exclude": exclude, "dates": dates, "smallest": smallest}
+    roles = {name: value for name, value in roles.items() if value != _ROLES[name]}
+    dataset = dataset_of(data, target, group, objective, metrics, **roles)
     if isinstance(model, str) and dataset.vocabulary is None:
         dataset = with_float_inputs(dataset)
     noise: LabelNoise | None = label_noises.build_unless_none(label_noise)

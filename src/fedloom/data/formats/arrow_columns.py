@@ -4,6 +4,7 @@ Every cell of a CSV file is read as text. A column is numbers only if all its ce
 markers of empty cells. Cells such as 007 are codes, so their column stays text.
 """
 
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -25,6 +26,8 @@ _LONG = r"^[+-]?\d{19,}$"  # more digits than float64 holds
 _DECIMAL_COMMA = r"^[+-]?\d+(,\d+)?([eE][+-]?\d+)?$"
 _THOUSANDS = r"^[+-]?\d{1,3},\d{3}$"
 _LARGEST = float(np.finfo(np.float32).max)
+_DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3\d{2,4})([ T].*)?")
+_DAY = 86_400e6  # microseconds
 
 
 def is_text(kind: Any) -> bool:
@@ -39,6 +42,49 @@ def is_pictures(kind: Any) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+
+
+def is_date(kind: Any) -> bool:
+    """Return True for the type of a column of dates or times of a date."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind))
+
+
+def holds_dates(cells: Any) -> bool:
+    """Return True for a column of dates, or of text in which every cell is written as a date."""
+    if not is_text(cells.type):
+        return is_date(cells.type)
+    texts = [text for text in undictionary(cells).unique().to_pylist() if text]
+    return bool(texts) and all(isinstance(t, str) and _DATE.fullmatch(t.strip()) for t in texts)
+
+
+def days(cells: Any, title: str) -> npt.NDArray[np.float64]:
+    """Return dates as days since 1970-01-01, times of a day as a fraction.
+
+    Args:
+        cells: Cells of `n` rows: dates, or their text.
+        title: Name of the column in errors.
+
+    Returns:
+        `[n, 1]`, NaN for empty cells.
+
+    Raises:
+        DataError: A text is no date such as 2024-12-31.
+    """
+    import pyarrow as pa
+
+    cells = undictionary(cells)
+    if is_text(cells.type):
+        cells = _marked(cells.cast(pa.string()))
+    try:
+        since = cells.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise DataError(
+            f"{title} has cells that are no dates: write all of them as 2024-12-31"
+        ) from None
+    values: npt.NDArray[np.float64] = since.cast(pa.float64()).to_numpy()[:, None] / _DAY
+    return values
 
 
 def first_empty(cells: Any) -> str:
@@ -168,20 +214,26 @@ def _category(value: object) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def one_hot(cells: Any, names: tuple[str, ...]) -> tuple[npt.NDArray[np.float64], list[str]]:
+def one_hot(
+    cells: Any, names: tuple[str, ...], other: bool = False
+) -> tuple[npt.NDArray[np.float64], list[str]]:
     """Return 1 in the column of each cell's category, and the categories that are none of `names`.
 
     Args:
         cells: Cells of `n` rows.
         names: Categories.
+        other: True for one more column, of all other categories; an empty cell is none of them.
 
     Returns:
         `[n, categories]`, and the other categories.
     """
     texts, index = categories(cells)
     places = {name: place for place, name in enumerate(names)}
+    if other:
+        places = {text: len(names) for text in texts if text} | places
     place = np.array([places.get(text, -1) for text in texts], np.int64)[index]
-    block = (place[:, None] == np.arange(len(names))).astype(np.float64)
+    block = (place[:, None] == np.arange(len(names) + other)).astype(np.float64)
+    places = dict.fromkeys(names, 0)
     return block, [text for text in texts if text not in places]
 
 

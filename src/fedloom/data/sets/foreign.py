@@ -20,7 +20,7 @@ from fedloom.data.dataset import Dataset, Samples, in_two
 from fedloom.data.formats.arrow import as_arrow
 from fedloom.data.formats.limits import VARIABLE, allowed_bytes, reading
 from fedloom.data.lazy import LazyInputs
-from fedloom.data.sets.table import table_dataset
+from fedloom.data.table_rows import table_dataset
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 
@@ -28,7 +28,11 @@ _TEST_FRACTION = 0.2
 
 
 def foreign_dataset(
-    data: Any, target: str = "", group: str = "", objective: Objective | None = None
+    data: Any,
+    target: str = "",
+    group: str = "",
+    objective: Objective | None = None,
+    **options: Any,
 ) -> Dataset:
     """Return the data set of objects in memory.
 
@@ -37,6 +41,7 @@ def foreign_dataset(
         target: Column of a table to learn.
         group: Column of a table, or several, that name the client of a row.
         objective: Objective, which decides whether a target of numbers is of classes.
+        options: Further roles of a table's columns, fields of `Columns`.
     """
     train, test = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     if isinstance(data, Mapping) and "train" in data:  # a DatasetDict
@@ -48,10 +53,11 @@ def foreign_dataset(
         table, *tests = map(as_arrow, splits)
     if table is not None:
         names = group if isinstance(group, list | tuple) else str(group)
-        columns = Columns(str(target), names, kind=_kind(objective), has_options=False)
+        columns = Columns(str(target), names, kind=_kind(objective), has_options=False, **options)
         return table_dataset(name, table, tests[0] if tests else None, columns, name)
-    if target != "" or group != "":
-        raise InvalidValue(f"target and group name columns of a table, and a {name} has none")
+    if target != "" or group != "" or options:
+        given = " and ".join(["target and group", *options])
+        raise InvalidValue(f"{given} name columns of a table, and a {name} has none")
     samples = [split if isinstance(split, Samples) else materialised(split) for split in splits]
     return Dataset(name, *in_two(samples, _TEST_FRACTION, 0), objective=objective or CLASSIFICATION)
 
