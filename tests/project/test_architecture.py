@@ -27,6 +27,7 @@ TEMPLATES = "fedloom.sites.app"  # files of a user's app, copied unchanged
 MOST_PARAMETERS = 8
 
 LONGER = {
+    "fedloom.cli.predicting.evaluate",
     "fedloom.cli.reproducing.reproduce",
     "fedloom.data.sets.femnist.femnist",
     "fedloom.data.sets.synthetic.synthetic_feddc",

@@ -22,7 +22,7 @@ import fedloom as fl
 from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.data.columns import Columns
 from fedloom.data.formats.arrow import as_arrow
-from fedloom.data.sets.table import table_dataset
+from fedloom.data.table_rows import table_dataset
 from fedloom.parts.accounting import ORDERS, epsilon
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment

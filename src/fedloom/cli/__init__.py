@@ -26,6 +26,7 @@ from fedloom.cli import (
     reproducing,
     running,
     showing,
+    starting,
     tuning,
 )
 from fedloom.cli.options import RunsFailed, resuming_command, short_help
@@ -37,7 +38,12 @@ Command = Callable[..., Any]
 
 # A command's heavy imports are inside its function.
 commands: dict[str, dict[str, Command]] = {
-    "Train": {"run": running.run, "compare": running.compare, "tune": tuning.tune},
+    "Train": {
+        "new": starting.new,
+        "run": running.run,
+        "compare": running.compare,
+        "tune": tuning.tune,
+    },
     "Look up and check": {
         "list": listing.list_names,
         "check": checking.check,
@@ -47,6 +53,7 @@ commands: dict[str, dict[str, Command]] = {
         "watch": showing.watch,
         "report": showing.report,
         "predict": predicting.predict,
+        "evaluate": predicting.evaluate,
         "export": predicting.export,
     },
 }

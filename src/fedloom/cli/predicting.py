@@ -1,4 +1,4 @@
-"""`fedloom predict` and `fedloom export`: use of a trained model."""
+"""`fedloom predict`, `fedloom evaluate` and `fedloom export`: use of a trained model."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli.options import TrustCode, option
+from fedloom.common.errors import InvalidValue, quoted
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", hidden=True)]
 Data = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
@@ -45,6 +46,29 @@ Formats = Annotated[
 ]
 Output = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="The file; else exported.* in RUN.")
+]
+By = Annotated[
+    str, option(metavar="COLUMN", help="Column that names the client of each row; of several files "
+                                       "their names.")
+]  # fmt: skip
+Metrics = Annotated[
+    str, option(metavar="NAMES", help="Metrics to show, such as auc,f1; all by default.")
+]
+Positive = Annotated[
+    str, option(metavar="CLASS", help="Of two classes the one that auc and f1 are about.")
+]
+Limit = Annotated[
+    str, option(metavar="P", help="Probability from which on the positive class is predicted, or "
+                                  "best-f1.")
+]  # fmt: skip
+Worst = Annotated[
+    int, option(metavar="N", help="Rows with the highest loss to list, 10 by default.")
+]
+ToJson = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON.")
+]
+ToCsv = Annotated[
+    Path | None, typer.Option("--csv", metavar="FILE", help="Also write the metrics as CSV.")
 ]
 
 
@@ -91,3 +115,54 @@ def export(
     require_one_of("--to", to, tuple(SUFFIXES))
     predictor = load(run, client=client, trust_code=trust_code)
     print(predictor.export(to, output))  # type: ignore[arg-type]
+
+
+def evaluate(
+    run: Run,
+    file: Data,
+    by: By = "",
+    metrics: Metrics = "",
+    positive: Positive = "",
+    threshold: Limit = "",
+    worst: Worst = 10,
+    client: Client = None,
+    to_json: ToJson = None,
+    to_csv: ToCsv = None,
+    trust_code: TrustCode = False,
+) -> None:
+    """Show metrics of a finished model on rows whose answers are known.
+
+    RUN is the folder of the run. FILE is a .csv or .parquet file with the columns of the training
+    data, the target included, or a folder with one file per client.
+    """
+    from fedloom.serving.labelled_files import evaluate_file
+    from fedloom.serving.predictor import load
+
+    outputs = {".json": to_json, ".csv": to_csv}
+    for ending, path in outputs.items():
+        if path is not None and path.suffix != ending:
+            raise InvalidValue(f"--{ending[1:]} {path}: the name must end in {ending}")
+    result = evaluate_file(
+        load(run, client=client, trust_code=trust_code),
+        file,
+        by,
+        metrics=[name.strip() for name in metrics.split(",") if name.strip()],
+        positive=positive,
+        threshold=_threshold(threshold),
+        worst=worst,
+    )
+    print(result)
+    for path in outputs.values():
+        if path is not None:
+            result.save(path)
+            print(f"written: {path}")
+
+
+def _threshold(text: str) -> float | str | None:
+    """Return the number in a text, `best_f1`, or None for an empty text."""
+    if not text or text in ("best-f1", "best_f1"):
+        return "best_f1" if text else None
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidValue(f"--threshold {quoted(text)} is not a probability or best-f1") from None

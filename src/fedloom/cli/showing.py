@@ -1,13 +1,19 @@
 """`fedloom report`, `fedloom watch` and `fedloom statistics`."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedloom.cli.federation_files import run_app
 from fedloom.cli.options import File, Folder, Overrides, Quiet, option
 from fedloom.common.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from fedloom.runs.configuration import Configuration
 
 Port = Annotated[
     int, option(help="Port of the page, 8600 by default; 0 for any free port.", min=0, max=65535)
@@ -136,7 +142,7 @@ def statistics(
             )
         run_app(file, settings | {"bounds": "; ".join(bounds or []), "only": "statistics"})
         return
-    configuration = load(file, overrides or [])
+    configuration = _of_all_rows(load(file, overrides or []))
     task = configuration.task(configuration.seed)
     result = federated_statistics.statistics(
         task, seed=configuration.seed, bounds=limits, **settings
@@ -146,3 +152,16 @@ def statistics(
     for path in output or []:
         result.save(path)
         print(f"written: {path}")
+
+
+def _of_all_rows(configuration: Configuration) -> Configuration:
+    """Return the configuration with a table that keeps empty cells and rare categories."""
+    from fedloom.common.expression import Call
+    from fedloom.data.dataset import datasets
+
+    entry, options = datasets.read(configuration.data.name)
+    if entry.name != "table":
+        return configuration
+    expression = Call("table", named={**options, "missing": "mean", "smallest": 1})
+    data = replace(configuration.data, name=str(expression))
+    return replace(configuration, data=data)

@@ -4,6 +4,7 @@ They are in the classes and units of the data.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,16 @@ from fedloom.flat.layout import Layout
 from fedloom.objectives import prediction
 from fedloom.serving.artifact import MODEL, PREPROCESSING, load_model, load_row
 from fedloom.serving.exporting import SUFFIXES, Format, export
+from fedloom.serving.row_evaluation import (
+    RowEvaluation,
+    Threshold,
+    class_numbers,
+    labelled,
+    require_lengths,
+    row_evaluation,
+    true_numbers,
+)
+from fedloom.serving.row_scores import ClassAnswers, NumberAnswers
 
 _BATCH = 500
 
@@ -158,6 +169,62 @@ class Predictor:
             outputs.softmax(1) if answer == "class" else outputs.sigmoid()
         ).numpy()
         return probabilities
+
+    def evaluate(
+        self,
+        data: Any,
+        labels: Any = None,
+        *,
+        by: str | Sequence[str] = "",
+        metrics: Sequence[str] = (),
+        positive: str = "",
+        threshold: Threshold = None,
+        worst: int = 10,
+    ) -> RowEvaluation:
+        """Return metrics of the model on rows whose answers are known.
+
+        Args:
+            data: A table with the columns of the training data, the target included; or other data
+                as for `predict`, with `labels`.
+            labels: The answers `[n]`, if they are not the target column of the table.
+            by: The column that names the client of each row, or these names `[n]`, for metrics of
+                each client too.
+            metrics: Names of metrics, by default all: `accuracy`, `balanced_accuracy`, `auc`, `f1`,
+                `log_loss` and `calibration_error` of classes; `rmse`, `mae` and `r2` of numbers.
+            positive: Of two classes, the one that `auc`, `f1` and `threshold` are about; by default
+                the second.
+            threshold: Of two classes, the probability from which on the positive class is
+                predicted. `best_f1` takes the one with the highest F1 score on these rows. By
+                default the class with the higher probability is predicted.
+            worst: Number of rows with the highest loss that are listed.
+
+        Returns:
+            The metrics: `frame()` is a table, `save("figures.json")` writes everything.
+
+        Raises:
+            DataError: A column is missing, or a label is empty or no class of the model.
+            InvalidValue: A name is unknown, or the model predicts neither classes nor numbers.
+        """
+        outputs = self.preprocessing.outputs
+        if outputs.answer not in ("class", "number"):
+            raise InvalidValue("evaluate is for models that predict one class or a number")
+        rows, truth, clients = labelled(data, labels, by, outputs.name)
+        predicted = self.outputs(rows)
+        require_lengths(len(predicted), truth, clients)
+        answers: ClassAnswers | NumberAnswers
+        if outputs.answer == "number":
+            values = predicted.double().reshape(len(predicted), -1)[:, 0].numpy()
+            answers = NumberAnswers(true_numbers(truth, outputs), values)
+        else:
+            if positive:
+                require_one_of("positive", positive, outputs.classes)
+            chosen = outputs.classes.index(positive) if positive else 1
+            shares = predicted.double().softmax(1).numpy()
+            best = shares.argmax(1)
+            answers = ClassAnswers(class_numbers(truth, outputs), shares, best, chosen)
+        return row_evaluation(
+            answers, outputs, clients, metrics=metrics, threshold=threshold, worst=worst
+        )
 
     @torch.no_grad()
     def outputs(self, data: Any, source: str = "data") -> Tensor:
