@@ -5,28 +5,35 @@ and no shared file.
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Context, Message, RecordDict
 from PIL import Image
+from pyarrow import parquet
 from torch import Tensor
 
 import fedloom as fl
 from fedloom.common.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.data.columns import Columns
+from fedloom.data.dataset import make_dataset
 from fedloom.data.formats.arrow import as_arrow
 from fedloom.data.table_rows import table_dataset
 from fedloom.parts.accounting import ORDERS, epsilon
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment
 from fedloom.sites.messages import words_of
+from fedloom.sites.site_columns import table_columns
 from fedloom.sites.site_data import DataAgreement, own_data
 from fedloom.state.tensors import read_tensors
 from fedloom.survey.column_statistics import Statistics
@@ -159,13 +166,22 @@ def test_without_any_file_at_the_server_sites_judge_the_model_by_rows_of_their_o
 ) -> None:
     config = configured("outcome", tmp_path / "run")
     config["configuration"] = config["configuration"].replace(
-        "[data]", "personal_every = 1\n[data]\nlocal_test = 0.25"
+        "[data]", "personal_every = 1\nmetrics = ['auroc']\n[data]\nlocal_test = 0.25"
     )
-    federated(config, patients("outcome"), tmp_path)
+    federated({**config, "largest_share": 0.4}, patients("outcome"), tmp_path)
     record = json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert 0 <= record["client_accuracy"] <= 1
     clients = json_lines(tmp_path / "run" / "clients.jsonl")
     assert clients[-1]["client"]["clients"] == [0, 1, 2]
+    # The card counts all training rows, and has the figures of the sites.
+    card = (tmp_path / "run" / "model-card.md").read_text()
+    sizes = patients("outcome")["hospital"].value_counts()
+    kept = json.loads((tmp_path / "run" / "sites.json").read_text())
+    assert 0.7 * sizes.sum() < kept["claimed"] < 0.8 * sizes.sum()
+    assert max(kept["samples"]) < 0.75 * sizes.max() - 1, "a site is limited by largest_share"
+    assert f"{kept['claimed']} samples to train on" in card
+    for figure in ("loss", "auroc"):
+        assert f"client_{figure}: {record[f'client_{figure}']:.4g}" in card
 
 
 def test_a_run_goes_on_with_the_columns_of_its_beginning(tmp_path: Path) -> None:
@@ -583,3 +599,57 @@ def test_a_site_that_is_lost_during_statistics_is_absent_and_the_run_goes_on(
     mean = left.mean() if step == "kinds" else rows["age"].mean()  # it answered the sums
     assert age["mean"] == pytest.approx(mean)
     assert age["deviation"] == pytest.approx(np.sqrt(((left - mean) ** 2).mean()))
+
+
+TYPES = {
+    "date": pa.array([date(2020, 1, day) for day in range(1, 25)]),
+    "moment": pa.array([datetime(2020, 1, day) for day in range(1, 25)]),
+    "time": pa.array([time(day - 1) for day in range(1, 25)]),
+    "bytes": pa.array([b"x"] * 24),
+    "decimal": pa.array([Decimal(k) for k in range(24)]),
+    "boolean": pa.array([k % 2 == 0 for k in range(24)]),
+    "category": pa.array(["a", "b"] * 12).dictionary_encode(),
+    "text": pa.array(["a", "b"] * 12),
+}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_sites_and_simulations_accept_the_same_types_of_columns(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    outcome = pa.array(["ill", "well", "well"] * 8)
+    parquet.write_table(pa.table({"value": TYPES[kind], "outcome": outcome}), path)
+
+    def outcome_of(read: Callable[[], object]) -> str:
+        try:
+            read()
+        except FedloomError as error:
+            return str(error)
+        return "accepted"
+
+    plan = deployment(configured("outcome", tmp_path / "run")).configuration
+    at_site = outcome_of(lambda: table_columns(plan, 0, str(path)))
+    simulated = outcome_of(lambda: make_dataset(f"table(path='{path}', target='outcome')"))
+    assert at_site == simulated
+    accepted = ("decimal", "boolean", "category", "text")
+    assert (at_site == "accepted") == (kind in accepted), at_site
+    assert "\n" not in at_site
+
+
+def test_an_error_of_the_start_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("flwr")
+    log.addHandler(caplog.handler)
+    grid = LocalGrid({}, {})
+    try:
+        with pytest.raises(InvalidValue) as caught:
+            server_app.main(grid, Context(1, 1, {}, RecordDict(), {"output": "x"}))
+        log.error("ServerApp raised an exception", exc_info=caught.value)
+        assert log.isEnabledFor(logging.ERROR)
+        log.error("other", exc_info=ValueError("broken"))
+    finally:
+        log.removeHandler(caplog.handler)
+    texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "run configuration: configuration is missing" in texts
+    assert "ServerApp raised an exception" not in texts
+    assert "other" in texts

@@ -37,10 +37,15 @@ def model_card(
     )
 
 
+def _is_evaluated(record: Mapping[str, Any], name: str) -> bool:
+    """Return True for a round whose metric was measured at the server or by the clients."""
+    return any(record.get(key) is not None for key in (name, f"client_{name}", f"personal_{name}"))
+
+
 def _figures(run: RunSummary) -> dict[str, str]:
     metric = run.metric
     last: Mapping[str, Any] = next(
-        (record for record in reversed(run.records) if metric.name in record), {}
+        (record for record in reversed(run.records) if _is_evaluated(record, metric.name)), {}
     )
     figures = {name: f"{value:.4g}" for name, value in last.items() if isinstance(value, float)}
     for kind, table in (run.clients[-1] if run.clients else {}).items():

@@ -11,10 +11,7 @@ from fedloom.engines.base import Choice, LocalEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.report.card import model_card
 from fedloom.rounds.federation import Federation
-from fedloom.runs.directory import (
-    RunDirectory,
-    write_json,
-)
+from fedloom.runs.directory import SITES, RunDirectory, read_json, write_json
 from fedloom.runs.identity import task_digests
 from fedloom.runs.result import Result, described_data
 from fedloom.serving.artifact import save_model
@@ -55,9 +52,15 @@ def write_end(result: Result, directory: RunDirectory, model: str) -> None:
     write_text(directory.path / "preprocessing.json", preprocessing.to_json())
     write_text(
         directory.path / "model-card.md",
-        model_card(summary, preprocessing, model, described_data(task)),
+        model_card(summary, preprocessing, model, described_data(task) | _counted(directory.path)),
     )
     directory.finish(result.final_metrics)
+
+
+def _counted(path: Path) -> dict[str, int]:
+    """Return the training samples of a run over real sites, also those beyond a site's limit."""
+    claimed = read_json(path / SITES, dict).get("claimed") if (path / SITES).exists() else None
+    return {} if claimed is None else {"train_samples": claimed}
 
 
 def _personal_models(federation: Federation) -> dict[str, Tensor]:

@@ -69,6 +69,7 @@ class Gathering:
                 ),
                 credited({number: site.tests for number, site in introduced.items()}, count, share),
                 None if agreed is None else agreed.to_json(),
+                sum(site.samples for site in introduced.values()) if have_data else None,
             )
             opening.write(path)
         self.opening = opening

@@ -36,8 +36,14 @@ def main(grid: Grid, context: Context) -> None:
     try:
         serve(grid, context.run_config)
     except FedloomError as error:
-        _logger.error("%s", error)  # one line above Flower's traceback
+        _logger.error("%s", error)
+        logging.getLogger("flwr").addFilter(_is_news)
         raise
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for Flower's traceback of an error that is in the log already."""
+    return not (record.exc_info and isinstance(record.exc_info[1], FedloomError))
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> RunSummary | None:

@@ -25,6 +25,7 @@ class Opening:
         own: True if the sites have their own data.
         samples: Training samples of each site; None if it was not connected.
         tests: Test samples of each site; None if it was not connected.
+        claimed: Training samples that the sites reported, in all; None in older files.
         preprocessing: The columns on which tables agree, as JSON.
     """
 
@@ -33,6 +34,7 @@ class Opening:
     samples: list[int | None]
     tests: list[int | None]
     preprocessing: str | None = None
+    claimed: int | None = None
 
     @classmethod
     def read(cls, path: Path, count: int) -> "Opening | None":
