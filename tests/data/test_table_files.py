@@ -79,7 +79,7 @@ def test_names_of_clients_with_few_rows_are_in_no_file(tmp_path: Path) -> None:
     given = fl.make_task(
         frame, target="outcome", group="person", clients=0, partition="natural", model="logistic"
     )
-    assert given.client_names == ("0", "Many")
+    assert given.client_names == ("#0", "Many")
     fl.run("fedavg", given, rounds=1, directory=tmp_path)
     assert all(b"Ada" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 

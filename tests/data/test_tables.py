@@ -175,6 +175,7 @@ def test_lists_in_parquet_are_inputs_and_several_columns_name_clients(tmp_path: 
         target="outcome",
         inputs=["signal"],
         group=["hospital", "ward"],
+        smallest=1,
     )
     assert dataset.spec.shape == (3,)
     assert dataset.train.groups is not None

@@ -286,8 +286,8 @@ def _rows(
     if groups is not None and group_names is not None:
         rows = torch.bincount(groups, minlength=len(group_names)).tolist()
         group_names = tuple(
-            name if count >= columns.smallest else ""
-            for name, count in zip(group_names, rows, strict=True)
+            name if count >= columns.smallest else f"#{number}"
+            for number, (name, count) in enumerate(zip(group_names, rows, strict=True))
         )
     names = None
     if labels.dtype == torch.int64:

@@ -106,8 +106,7 @@ class Task(Described):
     def client_names(self) -> tuple[str, ...] | None:
         """The names of the clients in the data, in the order of their numbers.
 
-        A client has the name of the group of its samples, or its number if the group has too few
-        rows for a name. None if a group is not one client.
+        A client has the name of the group of its samples. None if a group is not one client.
         """
         groups = self.train.groups
         texts = self.train.group_names
@@ -118,7 +117,7 @@ class Task(Described):
         is_one_group = np.array_equal(np.repeat(first, self.partition.sizes), owned)
         if not is_one_group or len(np.unique(first)) < len(first):
             return None
-        return tuple(texts[group] or str(client) for client, group in enumerate(first.tolist()))
+        return tuple(texts[group] for group in first.tolist())
 
     @property
     def elsewhere(self) -> bool:
