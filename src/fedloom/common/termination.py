@@ -6,7 +6,7 @@ Cluster schedulers send SIGTERM some seconds before they kill a process.
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 class Terminated(KeyboardInterrupt):
@@ -29,7 +29,11 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
-    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # this system cannot handle it
+        yield
+        return
     try:
         yield
     finally:
@@ -45,12 +49,14 @@ def uninterrupted() -> Iterator[None]:
     delayed: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in handlers:
-        signal.signal(number, lambda number, frame: delayed.append(number))
+        with suppress(ValueError):  # this system cannot handle it
+            signal.signal(number, lambda number, frame: delayed.append(number))
     try:
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+            with suppress(ValueError):
+                signal.signal(number, handler or signal.SIG_DFL)
         for received in delayed:
             signal.raise_signal(received)
 

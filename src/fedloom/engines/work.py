@@ -16,6 +16,7 @@ from fedloom.common.randomness import preserved_generator, stream
 from fedloom.engines.fit import require_fit
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import full_batch
+from fedloom.engines.worker_life import STARTS_WORKERS
 from fedloom.models.structure import copied
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -31,10 +32,12 @@ machine for other programs.
 def has_cores(task: Task) -> bool:
     """Return True if worker processes can be useful.
 
-    This requires a task on the CPU, more than one thread, and a process that is no worker itself.
+    This requires a task on the CPU, more than one thread, and a process that is no worker itself
+    and can start some.
     """
     is_worker = multiprocessing.parent_process() is not None or VARIABLE in os.environ
-    return not task.initial.is_cuda and torch.get_num_threads() > 1 and not is_worker
+    starts = STARTS_WORKERS and not is_worker
+    return starts and not task.initial.is_cuda and torch.get_num_threads() > 1
 
 
 def most_workers(task: Task, schedule: Schedule | None) -> int:

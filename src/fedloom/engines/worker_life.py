@@ -19,6 +19,9 @@ from multiprocessing.connection import Connection
 WATCH_SECONDS = 0.25
 """Seconds between two checks if a worker is still needed."""
 
+STARTS_WORKERS = hasattr(os, "fork")
+"""False on Windows, where worker processes cannot inherit pipes and files by number."""
+
 
 def start_python(
     arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()

@@ -1,7 +1,6 @@
 """Files that are complete or absent: written under a temporary name, then renamed."""
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -14,6 +13,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedloom.common.errors import CheckpointError, DiskFull
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+"""Flags to open a file: a pipe without a writer would wait."""
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.writing")
 """Folder in which `replacing` writes: the file's name, then letters unique to the writer."""
@@ -86,6 +93,8 @@ def slug(text: str) -> str:
 
 def remove_unfinished(directory: Path) -> None:
     """Remove the folders of killed writers in this directory, but of no active writer."""
+    if fcntl is None:
+        return  # without locks, a folder may be of an active writer
     for folder in directory.glob(".*.writing"):
         if _UNFINISHED.fullmatch(folder.name) and folder.is_dir():
             with suppress(OSError), _locked(folder):  # an active writer has the lock
@@ -94,11 +103,14 @@ def remove_unfinished(directory: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder until the block or this process ends.
+    """Lock a folder until the block or this process ends; without `fcntl`, nothing is locked.
 
     Raises:
         BlockingIOError: The folder is locked.
     """
+    if fcntl is None:
+        yield
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +125,7 @@ def read_file(path: Path) -> bytes:
     Raises:
         OSError: The file cannot be read, or is a pipe or a device, which may have no end.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would wait
+    descriptor = os.open(path, os.O_RDONLY | _AT_ONCE)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a file, but a pipe, a device or a folder", str(path))
@@ -175,7 +187,9 @@ def not_written(path: Path, error: OSError, size: int) -> CheckpointError:
 
 def flush(path: Path) -> None:
     """Wait until a file's content, or the names in a folder, have reached the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if fcntl is None and path.is_dir():
+        return  # Windows cannot open folders
+    descriptor = os.open(path, os.O_RDONLY if fcntl else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

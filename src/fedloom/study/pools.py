@@ -12,7 +12,7 @@ import cloudpickle
 from fedloom.engines.ray.driver import reason_of_death
 from fedloom.engines.ray.session import DIED, LOCAL, has_room, join, leave, load_ray
 from fedloom.engines.work import using_threads
-from fedloom.engines.worker_life import start_worker
+from fedloom.engines.worker_life import STARTS_WORKERS, start_worker
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.events import Event, RunName, Watch
 from fedloom.study.cores import threads_each
@@ -205,4 +205,5 @@ def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Task
     size, threads = min(configuration.runs_at_a_time, waiting), threads_each(configuration, runs)
     if configuration.pool != "processes" and size:
         return RayPool(LOCAL if configuration.pool == "ray" else configuration.pool, size, threads)
-    return ProcessPool(size, threads) if size > 1 else SerialPool(tasks, threads)
+    spreads = size > 1 and STARTS_WORKERS
+    return ProcessPool(size, threads) if spreads else SerialPool(tasks, threads)

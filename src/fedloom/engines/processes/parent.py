@@ -29,7 +29,7 @@ from fedloom.engines.processes.channel import Channel, Parcel, SharedMemory, ano
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.proof import Proof
 from fedloom.engines.stacked import unstackable_method
-from fedloom.engines.worker_life import exit_text, start_worker
+from fedloom.engines.worker_life import STARTS_WORKERS, exit_text, start_worker
 from fedloom.parts.pipeline import Pipeline
 from fedloom.rounds.engine import Job
 from fedloom.state.store import BUDGET
@@ -84,6 +84,9 @@ class ProcessesEngine(WorkerEngine):
             ProcessesEngine,
             {"workers": workers, "threads": threads, "inside": inside, "chunk": chunk},
         )
+        if not STARTS_WORKERS:
+            remedy = "use engine = 'rows' or 'stacked'"
+            raise InvalidValue(f"engine 'processes' needs Linux or macOS: {remedy}")
         if chunk is not None and inside == "rows":
             raise InvalidValue(
                 f"chunk = {chunk} is a number of models in a stack: set inside = stacked too"
