@@ -40,6 +40,7 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.runs.config_file import configuration
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.events import RunName
+from fedloom.runs.finished_round import FinishedRound
 from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.study.comparison import Comparison
 from fedloom.task import Task
@@ -228,8 +229,8 @@ class Stopped(Exception):
 
 
 def run(directory: Path, record: tuple[str, ...], stop_at: int | None = None) -> Any:
-    def stop(figures: dict[str, Any], times: dict[str, Any]) -> None:
-        if figures["round"] == stop_at:
+    def stop(round: FinishedRound) -> None:
+        if round.number == stop_at:
             raise Stopped
 
     return fl.run(
@@ -332,7 +333,7 @@ def test_the_report_shows_recordings(folder: Path) -> None:
         (
             "objetive",
             "unknown recorder 'objetive': did you mean 'objective'? (there are: aggregate, "
-            "ala, landscape, "
+            "ala, client_models, landscape, "
             "memorisation, objective, similarity, steps, trajectory)",
         ),
         ("ala(clent=3)", "ala has no parameter 'clent': did you mean 'client'? (it has: client)"),

@@ -8,7 +8,6 @@ import gc
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from fedloom.parts.hooks import Inner, Part
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.finished_round import FinishedRound
 from fedloom.task.making import make_task
 from json_lines import json_lines
 from shuffled_engine import Shuffled
@@ -260,9 +260,9 @@ def test_learning_reaches_a_useful_model() -> None:
 def test_the_figures_of_rounds_do_not_stay_in_memory(tmp_path: Path) -> None:
     task, counts = small_task(), []
 
-    def count(record: dict[str, Any], timing: dict[str, Any]) -> None:
+    def count(round: FinishedRound) -> None:
         names = {"bytes_down", "train_seconds", "values"}
-        if record["round"] in (2, 6):
+        if round.number in (2, 6):
             counts.append(
                 sum(
                     not names.isdisjoint(candidate)

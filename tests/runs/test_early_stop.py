@@ -17,6 +17,7 @@ from fedloom.common.errors import CheckpointError, InvalidValue
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured
 from fedloom.runs.events import Event, RunName
+from fedloom.runs.finished_round import FinishedRound
 from small_task import other_notices, small_task
 
 OPTIONS: dict[str, Any] = {
@@ -84,8 +85,8 @@ def test_it_ends_in_the_round_of_a_naive_count(
 
 
 def interrupting(last_round: int) -> Any:
-    def on_round(record: dict[str, Any], timing: dict[str, Any]) -> None:
-        if record["round"] == last_round:
+    def on_round(round: FinishedRound) -> None:
+        if round.number == last_round:
             raise KeyboardInterrupt
 
     return on_round

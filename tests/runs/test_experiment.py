@@ -29,6 +29,7 @@ from fedloom.runs.configuration import Configuration
 from fedloom.runs.configured import run_configured, run_directory
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.events import Event, RunName
+from fedloom.runs.finished_round import FinishedRound
 from fedloom.runs.identity import version_changes
 from fedloom.serving.artifact import load_model, save_model
 from fedloom.state.files import write_text
@@ -80,7 +81,7 @@ def test_a_run_returns_its_model_and_its_history() -> None:
         rounds=6,
         participation=0.6,
         evaluate_every=2,
-        on_round=lambda r, t: rounds.append(r["round"]),
+        on_round=lambda round: rounds.append(round.number),
     )
     assert rounds == [1, 2, 3, 4, 5, 6] == [record["round"] for record in result.history]
     measured = {
@@ -136,8 +137,8 @@ def test_a_model_with_integer_buffers_is_saved_and_loaded(tmp_path: Path) -> Non
 
 
 def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    def stop(record: dict[str, object], timing: dict[str, object]) -> None:
-        if record["round"] == 3:
+    def stop(round: FinishedRound) -> None:
+        if round.number == 3:
             raise KeyboardInterrupt
 
     of, uninterrupted, resumed = task(), tmp_path / "uninterrupted", tmp_path / "resumed"
@@ -441,7 +442,7 @@ def test_a_configuration_is_parsed_and_built_once_a_run(tmp_path: Path) -> None:
         build: 1,
         parse.__wrapped__: 8,
         checked: 30,
-        RoundLog.read: 10,
+        RoundLog.read: 11,
         build_recorders: 1,
         make_dataset: 1,
     }

@@ -24,6 +24,7 @@ from fedloom.runs.configuration import Configuration
 from fedloom.runs.configured import run_configured, run_directory
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.events import Event, RunName
+from fedloom.runs.finished_round import FinishedRound
 from fedloom.state.tensors import read_tensors
 from fedloom.study.comparison import Comparison
 from json_lines import json_lines
@@ -38,8 +39,8 @@ def run(
 ) -> fl.Result:
     """Run with an evaluation in every fourth round; interrupt the run after round `stop`."""
 
-    def stopping(record: dict[str, Any], timing: dict[str, Any]) -> None:
-        if record["round"] == stop:
+    def stopping(round: FinishedRound) -> None:
+        if round.number == stop:
             raise KeyboardInterrupt
 
     options: dict[str, Any] = {

@@ -15,6 +15,7 @@ from fedloom.cli import main
 from fedloom.common.errors import CheckpointError
 from fedloom.report.page import render, usual_sheet
 from fedloom.runs.directory import RunDirectory
+from fedloom.runs.finished_round import FinishedRound
 from fedloom.study.watch.live import Watched
 from small_task import small_task
 
@@ -46,8 +47,8 @@ def interrupted(tmp_path: Path) -> Callable[[int], None]:
     """Return a function that stops a run of four rounds after some of them."""
 
     def run(rounds: int) -> None:
-        def stop(record: dict[str, object], timing: object) -> None:
-            if record["round"] == rounds:
+        def stop(round: FinishedRound) -> None:
+            if round.number == rounds:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -82,7 +83,7 @@ def test_a_resumed_run_in_python_says_so_and_a_fresh_one_does_not(
         evaluate_every=1,
         directory=tmp_path,
         fresh=True,
-        on_round=lambda record, timing: numbers.append(record["round"]),
+        on_round=lambda round: numbers.append(round.number),
     )
     assert numbers == [1, 2, 3, 4]
     assert "going on" not in caplog.text
@@ -102,8 +103,8 @@ def test_a_folder_of_another_split_suggests_a_fresh_start(tmp_path: Path) -> Non
 
 def test_watch_compares_only_equal_rounds(tmp_path: Path) -> None:
     def run(method: str, rounds: int, stopped: int = 0) -> None:
-        def stop(record: dict[str, object], timing: object) -> None:
-            if record["round"] == stopped:
+        def stop(round: FinishedRound) -> None:
+            if round.number == stopped:
                 raise KeyboardInterrupt
 
         path = tmp_path / method / "seed-0"

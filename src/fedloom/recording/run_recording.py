@@ -127,7 +127,7 @@ class Recording:
             jobs: The clients' work. It is not changed, and nothing is stored without a copy.
             replies: The clients' replies, likewise.
         """
-        exchanges = _exchanges(jobs, replies)
+        exchanges = exchanged_models(jobs, replies)
         self._pending = {}
         for recorder in self.recorders:
             reported = (
@@ -215,7 +215,7 @@ def recorded_tensors(directory: Path, recorder: str, number: int) -> dict[str, T
     )
 
 
-def _exchanges(jobs: Sequence[Job], replies: Replies) -> list[ClientExchange]:
+def exchanged_models(jobs: Sequence[Job], replies: Replies) -> list[ClientExchange]:
     """Return the models of the clients that replied, in the order of the slots.
 
     Empty if clients do not exchange one model each.

@@ -18,6 +18,7 @@ LOGS = {
     "metrics.jsonl": (),
     "timings.jsonl": ("ended", "seconds", "train_seconds"),
     "clients.jsonl": (),
+    "client_metrics.jsonl": ("clients",),
 }
 """Files of a run with one line per round, and the names that every line must have."""
 
@@ -77,15 +78,19 @@ class Archive:
         """Return the lines of a log. With a directory, each call reads the file."""
         return self._logs[name].read()
 
-    def append(self, record: Record, timing: Record, clients: Record | None) -> None:
+    def append(
+        self, record: Record, timing: Record, clients: Record | None, metrics: Record | None
+    ) -> None:
         """Write the lines of a round.
 
         Args:
             record: Figures of the round.
             timing: Times of the round.
             clients: Figures by client, or None if the round has not measured them.
+            metrics: Figures of the training by client, or None.
         """
-        for log, line in zip(self._logs.values(), (record, timing, clients), strict=True):
+        lines = (record, timing, clients, metrics)
+        for log, line in zip(self._logs.values(), lines, strict=True):
             if line is not None:
                 log.append(line)
 
@@ -122,7 +127,7 @@ class Archive:
         if self.checkpoints is None:
             return None
         remove_unfinished(self.checkpoints.directory)
-        observed = [observer.log for observer in self.observers]
+        observed = self._observed()
         logs = [self._logs["metrics.jsonl"], *observed]
         lines = [log.read() for log in logs]
         logged = [record["round"] for record in lines[0]]
@@ -130,7 +135,7 @@ class Archive:
         recorded = [log.complete(read) for log, read in zip(logs, lines, strict=True)]
         checkpoint = self.checkpoints.latest(min(recorded), self._adopt)
         finished = 0 if checkpoint is None else checkpoint.round
-        history, timings, _ = [log.resume(finished) for log in self._logs.values()]
+        history, timings, *_ = [log.resume(finished) for log in self._logs.values()]
         for log in observed:
             log.resume(finished)
         if checkpoint is None:
@@ -139,9 +144,12 @@ class Archive:
         return Resumed(finished, checkpoint.server, history, timings)
 
     def _checked_logs(self) -> list[RoundLog]:
-        """Return the logs that must match a checkpoint. `timings.jsonl` is not one of them."""
-        observed = [observer.log for observer in self.observers]
-        return [self._logs["metrics.jsonl"], self._logs["clients.jsonl"], *observed]
+        """Return the logs that must match a checkpoint: no times, and no figures of training."""
+        return [self._logs["metrics.jsonl"], self._logs["clients.jsonl"], *self._observed()]
+
+    def _observed(self) -> list[RoundLog]:
+        """Return the logs of the observers that store something."""
+        return [observer.log for observer in self.observers if observer.log is not None]
 
     def _adopt(self, checkpoint: Checkpoint) -> None:
         """Check the logs, and read the pools and the clients' memory of a checkpoint."""

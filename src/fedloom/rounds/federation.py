@@ -121,6 +121,14 @@ class Federation:
         return self._archive.lines("clients.jsonl")
 
     @property
+    def client_metrics(self) -> list[Record]:
+        """The clients' own figures of training, of the rounds in which a method has measured any.
+
+        Each line has the `clients` and, by name, a list with a value for each (None: no value).
+        """
+        return self._archive.lines("client_metrics.jsonl")
+
+    @property
     def notices(self) -> list[str]:
         """Warnings for the user, one line each.
 
@@ -202,7 +210,9 @@ class Federation:
             raise
         return lines[:2]
 
-    def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
+    def _record(
+        self, record: Record, timing: Record, clients: Record | None, metrics: Record | None
+    ) -> None:
         """Write the lines of a successful round."""
         self.finished = record["round"]
         self._now = record.get("simulated_seconds", 0.0)
@@ -212,7 +222,7 @@ class Federation:
         if notices := [text for text in self.notices if text not in self._reported]:
             timing["notices"] = notices
             self._reported.update(notices)
-        self._archive.append(record, timing, clients)
+        self._archive.append(record, timing, clients, metrics)
 
     def personal_tasks(self) -> Iterator[tuple[int, Round, Job]]:
         """Yield the personalisation job of each evaluated client.

@@ -78,6 +78,25 @@ def round_record(
     return record
 
 
+def metrics_by_client(number: int, answers: RoundReplies, numbers: Sequence[int]) -> Record | None:
+    """Return the clients' figures of training, such as those in `cohort.metrics`.
+
+    Args:
+        number: Number of the round.
+        answers: Replies of the clients.
+        numbers: The user's number of each client.
+
+    Returns:
+        The line of `client_metrics.jsonl`; None if the clients have only a training loss.
+    """
+    if not answers.metrics.keys() - {"training_loss"}:
+        return None
+    line: Record = {"round": number, "clients": [numbers[a.job.client] for a in answers.arrived]}
+    for name, values in answers.metrics.items():
+        line[name] = [finite(value) for value in values.tolist()]
+    return line
+
+
 def finite(value: Any) -> Any:
     """Return a figure, or None if it is infinite or NaN: JSON has neither."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

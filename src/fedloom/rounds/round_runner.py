@@ -18,11 +18,11 @@ from fedloom.rounds.delivery import Delivery, Messenger
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.evaluation import Evaluation, Record
 from fedloom.rounds.replies import RoundReplies
-from fedloom.rounds.round_record import finite, round_record, timing
+from fedloom.rounds.round_record import finite, metrics_by_client, round_record, timing
 from fedloom.rounds.schedule import Schedule
 
-Lines = tuple[Record, Record, Record | None]
-"""Figures of a round, its times, and the figures by client (None if not measured)."""
+Lines = tuple[Record, Record, Record | None, Record | None]
+"""Figures of a round, its times, and the figures and training metrics by client (None: none)."""
 
 
 class RoundRunner:
@@ -112,7 +112,8 @@ class RoundRunner:
             delivery, answers, polled, reported, self.evaluation.numbers, under_way
         )
         clients = self._evaluate(delivery.exchange.round, record, model)
-        return record, timing(round.number, times, observed), clients
+        metrics = metrics_by_client(round.number, answers, self.evaluation.numbers)
+        return record, timing(round.number, times, observed), clients, metrics
 
     def _outcome(self, delivery: Delivery, answers: RoundReplies) -> Replies | Aggregate | None:
         """Return the replies after the observers have read them, or the aggregate if folded."""

@@ -78,6 +78,7 @@ class Configuration(Schedule):
         "default", "final", "best", "last", "personal", "rounds", "bytes", "seconds"
     ] = "default"
     record: list[str] = field(default_factory=list)
+    keep_models: Count | None = None
     directory: str | None = None
     engine: str = DEFAULT
     device: str = "cpu"

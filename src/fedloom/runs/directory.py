@@ -51,6 +51,7 @@ _MODEL = ("model.safetensors", "preprocessing.json", "personal.safetensors", "mo
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json",
     "environment.json", "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients",
+    "client_metrics.jsonl", "models",
     "checkpoint-*", "pool", *_MODEL, "result.json", "report.html", LANDSCAPE, "recorded",
     "recorded.jsonl", RECORDED, "trackers.json", "events.out.tfevents.*",
 )  # fmt: skip
@@ -59,7 +60,8 @@ _FILES = (
 _END = ("result.json", *_MODEL, "report.html", LANDSCAPE, RECORDED)
 
 _DIGESTED = (
-    "metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED, *_MODEL,
+    "metrics.jsonl", "timings.jsonl", "clients.jsonl", "client_metrics.jsonl", "recorded.jsonl",
+    RECORDED, *_MODEL,
     "split.npz", "test-split.npz", "labels.safetensors",
 )  # fmt: skip
 

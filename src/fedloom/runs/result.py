@@ -16,12 +16,13 @@ from fedloom.engines.base import Choice
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.clients import client_figures
-from fedloom.report.frames import result_lines
+from fedloom.report.frames import data_frame, result_lines
 from fedloom.report.page import render, write_page
 from fedloom.report.sheet import Sheet
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
+from fedloom.runs.finished_round import trained_module
 from fedloom.runs.identity import environment
 from fedloom.runs.run_figures import RunFigures, costs, scores
 from fedloom.task import Task
@@ -70,14 +71,26 @@ class Result(RunFigures):
     @cached_property
     def model(self) -> nn.Module:
         """The global model as a new module in evaluation mode."""
-        module = self.task.module(self.federation.model())
-        self.task.layout.load_integers(module, self.federation.integers)
-        return module.eval()
+        return trained_module(self.task, self.federation.model(), self.federation.integers)
 
     @cached_property
     def history(self) -> list[Record]:
         """The figures of each round."""
         return self.federation.history
+
+    def client_metrics(self) -> pandas.DataFrame:
+        """Return the clients' figures that a method has written to `cohort.metrics`.
+
+        Returns:
+            A row for each round and client, with a column for each figure.
+        """
+        rows = []
+        for line in self.federation.client_metrics:
+            names = line.keys() - {"round", "clients"}
+            for row, client in enumerate(line["clients"]):
+                values = {name: line[name][row] for name in sorted(names)}
+                rows.append({"round": line["round"], "client": client, **values})
+        return data_frame(rows)
 
     @cached_property
     def timings(self) -> list[Record]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from fedloom.algorithm.method import Method
 from fedloom.common.errors import InvalidValue, quoted
-from fedloom.rounds.evaluation import Record
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import (
@@ -21,6 +20,7 @@ from fedloom.runs.directory import (
 )
 from fedloom.runs.entry import Chosen, Entry, entry_of
 from fedloom.runs.events import Event, RunName
+from fedloom.runs.finished_round import FinishedRound, RoundHook
 from fedloom.runs.progress import progress
 from fedloom.runs.python_objects import PythonObjects
 from fedloom.runs.result import Result
@@ -41,7 +41,8 @@ def run(
     record: Sequence[str] = (),
     engine: str = "default",
     trackers: Sequence[str | Tracker] = (),
-    on_round: Callable[[Record, Record], None] | None = None,
+    on_round: Callable[[FinishedRound], None] | None = None,
+    keep_models: int | None = None,
     quiet: bool = False,
     fresh: bool = False,
     **options: Any,
@@ -62,7 +63,10 @@ def run(
         engine: Where clients train: `rows`, `stacked`, `processes`, `ray`, `default` or `auto`. By
             default a rule chooses, and a resumed run keeps its engine.
         trackers: Trackers that record every round, such as `["tensorboard"]` (see `build_tracker`).
-        on_round: Called after each round with its figures and its times.
+        on_round: Called after each round with the round: its `number`, `figures` and `times`, the
+            global `model`, and the `client_model(3)` that client 3 sent.
+        keep_models: Save every k-th global model in the directory, for `fl.load(directory,
+            round=10)`.
         quiet: Show no progress on a terminal or in a notebook.
         fresh: Start again in the directory.
         **options: Fields of the `Schedule`, such as `rounds=50, participation=0.5, seed=0`; they
@@ -90,6 +94,7 @@ def run(
         **vars(schedule),
         name="fedloom",
         record=list(record),
+        keep_models=keep_models,
         engine=engine,
         device=str(task.initial.device),
         objects=PythonObjects({name.algorithm: method}, task),
@@ -97,6 +102,8 @@ def run(
     for recorder in configuration.recorders():
         if reason := recorder.inapplicable(method):
             raise InvalidValue(f"record: {recorder.name}: nothing to record for {method}: {reason}")
+    if keep_models is not None and directory is None:
+        raise InvalidValue("keep_models saves models in a folder: set directory")
     run_directory = None if directory is None else RunDirectory(Path(directory))
     with (
         nullcontext() if run_directory is None else locked(run_directory.lock),
@@ -122,7 +129,9 @@ def run(
                     )
                 if event.text:
                     _logger.info("engine: %s", event.text)
-            elif event.kind == "round" and on_round is not None:
-                on_round(event.record, event.timing)
 
-        return RunPlan(configuration, name, watch, run_directory, fresh, trackers).execute()
+        plan = RunPlan(configuration, name, watch, run_directory, fresh, trackers)
+        if on_round is not None:
+            trainers = task.clients - schedule.newcomers(task.clients)
+            plan.hook = RoundHook(on_round, task, schedule.participants(trainers))
+        return plan.execute()

@@ -12,9 +12,14 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.report.card import model_card
 from fedloom.rounds.federation import Federation
 from fedloom.runs.directory import SITES, RunDirectory, read_json, write_json
+from fedloom.runs.directory import (
+    RunDirectory,
+    write_json,
+)
+from fedloom.runs.finished_round import trained_module
 from fedloom.runs.identity import task_digests
 from fedloom.runs.result import Result, described_data
-from fedloom.serving.artifact import save_model
+from fedloom.serving.artifact import kept_model, save_model
 from fedloom.state.files import write_text
 from fedloom.state.store import BUDGET
 from fedloom.state.tensors import write_tensors
@@ -61,6 +66,20 @@ def _counted(path: Path) -> dict[str, int]:
     """Return the training samples of a run over real sites, also those beyond a site's limit."""
     claimed = read_json(path / SITES, dict).get("claimed") if (path / SITES).exists() else None
     return {} if claimed is None else {"train_samples": claimed}
+def write_kept(result: Result, folder: Path, number: int, model: str) -> None:
+    """Write the global model of a round, as `keep_models` wants it.
+
+    Args:
+        result: The run so far.
+        folder: Folder of the run.
+        number: Number of the round.
+        model: Expression of the model, or the name of its class.
+    """
+    task = result.task
+    module = trained_module(task, result.federation.model(), result.federation.integers)
+    path = kept_model(folder, number)
+    path.parent.mkdir(exist_ok=True)
+    save_model(path, module, model, task.dataset.spec, {"round": str(number)})
 
 
 def _personal_models(federation: Federation) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from fedloom.runs.directory import (
 from fedloom.runs.events import Event, RunName, Watch
 from fedloom.runs.identity import identity
 from fedloom.runs.result import Result
-from fedloom.runs.run_files import write_end, write_start
+from fedloom.runs.run_files import write_end, write_kept, write_start
 from fedloom.runs.trackers.tracker import Tracker, Tracking
 from fedloom.task import Task
 
@@ -43,6 +43,7 @@ class RunPlan:
         make_task: Makes the task of a seed; by default as configured.
         engine: Makes the engine; by default as configured.
         alone: False if other runs share the cores.
+        hook: A `RoundHook`, which observes the rounds and reports each of them, or None.
     """
 
     configuration: Configuration
@@ -54,6 +55,7 @@ class RunPlan:
     make_task: Callable[[int], Task] | None = None
     engine: Callable[[Task], Engine] | None = None
     alone: bool = True
+    hook: Any = None
 
     def __post_init__(self) -> None:
         algorithm, seed, _ = self.name
@@ -96,9 +98,7 @@ class RunPlan:
             with Tracking(() if over else self.trackers, path, self._notify) as tracking:
                 self._run_rounds(result, tracking)
                 if directory is not None and not over:
-                    model = "" if configuration.objects else configuration.model
-                    model = model or task.expression or type(task.model).__name__
-                    write_end(result, directory, model)
+                    write_end(result, directory, self._model_text(task))
                 # This reads all figures: their directory may be gone later.
                 tracking.finish(result.final_metrics)
         return result
@@ -113,7 +113,9 @@ class RunPlan:
             path = directory.path
             digest = identity(task, resolved, self.method, self.configuration.clock)
         recording = Recording(self.recorders, path) if self.recorders else None
-        observers = [] if recording is None else [recording]
+        observers: list[Any] = [] if recording is None else [recording]
+        if self.hook is not None and self.hook.keeps_models:
+            observers.append(self.hook)
         federation = Federation(self.method, task, engine, self.schedule, path, digest, observers)
         choice = engine.chosen if isinstance(engine, LocalEngine) else None
         if directory is not None and over:
@@ -122,6 +124,8 @@ class RunPlan:
         if directory is not None and not over:
             directory.settle(resolved)
             write_start(task, directory.path, choice)
+        if self.hook is not None and not self.hook.keeps_models:
+            self.hook.begin(federation)
         return Result(federation, task, resolved, choice, recording)
 
     def _engine(self, task: Task) -> Engine:
@@ -152,7 +156,10 @@ class RunPlan:
                     self._notify(notice)
             number = record["round"]
             seconds = timing["seconds"]
+            self._keep(result, number)
             self.watch(Event("round", self.name, number, record, seconds, "", timing, metric))
+            if self.hook is not None:
+                self.hook.report(record, timing)
 
         if self.trackers:
             method = folder_name(str(self.resolved["algorithm"]))
@@ -163,6 +170,18 @@ class RunPlan:
             timings = federation.timings
             tracking.begin(self.configuration.name, label, self.resolved, records, timings)
         federation.run(report)
+
+    def _keep(self, result: Result, number: int) -> None:
+        """Save the global model of a round with a number that `keep_models` divides."""
+        every = self.configuration.keep_models
+        if every is None or self.directory is None or number % every:
+            return
+        write_kept(result, self.directory.path, number, self._model_text(result.task))
+
+    def _model_text(self, task: Task) -> str:
+        """Return the expression of the model, or the name of its class."""
+        model = "" if self.configuration.objects else self.configuration.model
+        return model or task.expression or type(task.model).__name__
 
     def _notify(self, notice: str) -> None:
         self.watch(Event("notice", self.name, text=notice))

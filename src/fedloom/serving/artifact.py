@@ -74,6 +74,11 @@ def load_model(
     return built.eval()
 
 
+def kept_model(folder: Path, number: int) -> Path:
+    """Return the file of the global model of a round, which `keep_models` saves."""
+    return folder / "models" / f"round-{number:07d}.safetensors"
+
+
 def load_row(folder: Path, client: int) -> Tensor:
     """Read the personal model `[P]` of a client.
 

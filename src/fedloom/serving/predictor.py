@@ -22,7 +22,7 @@ from fedloom.data.formats.words import END
 from fedloom.data.preprocessing import Preprocessing, TextInputs, label_type
 from fedloom.flat.layout import Layout
 from fedloom.objectives import prediction
-from fedloom.serving.artifact import MODEL, PREPROCESSING, load_model, load_row
+from fedloom.serving.artifact import MODEL, PREPROCESSING, kept_model, load_model, load_row
 from fedloom.serving.exporting import SUFFIXES, Format, export
 from fedloom.serving.row_evaluation import (
     RowEvaluation,
@@ -34,6 +34,7 @@ from fedloom.serving.row_evaluation import (
     true_numbers,
 )
 from fedloom.serving.row_scores import ClassAnswers, NumberAnswers
+from fedloom.state.tensors import read_tensors
 
 _BATCH = 500
 
@@ -46,6 +47,7 @@ def load(
     module: nn.Module | None = None,
     client: int | None = None,
     trust_code: bool = False,
+    round: int | None = None,
 ) -> "Predictor":
     """Load the model of a finished run with its preprocessing.
 
@@ -58,21 +60,51 @@ def load(
         client: Number of the client to load the personal model of; by default the global model.
         trust_code: Import your own model by its path, such as `my_models:small(width=8)`. The path
             is in the file of the model, so set it only for runs that you trust.
+        round: Number of a round whose global model was saved by `keep_models`, or, with `client`,
+            whose model of this client was recorded by `client_models`; by default the last round.
 
     Returns:
         The model, ready to predict.
 
     Raises:
         CheckpointError: No run is finished, or a file is damaged.
-        InvalidValue: The client has no personal model, or the folder contains several runs.
+        InvalidValue: The client or the round has no model, or the folder contains several runs.
     """
     folder = run_folder(Path(path))
-    model = load_model(folder, module, trust_code=trust_code)
-    if client is not None:
+    file = folder / MODEL
+    if round is not None and client is None:
+        file = _kept(folder, round)
+    model = load_model(file, module, trust_code=trust_code)
+    if client is not None and round is None:
         Layout(model).load(model, load_row(folder, client))
+    elif client is not None and round is not None:
+        Layout(model).load(model, *_recorded(folder, client, round))
     path = folder / PREPROCESSING
     preprocessing = Preprocessing.from_json(read_text(path), str(path))
     return Predictor(model.eval(), preprocessing, folder)
+
+
+def _kept(folder: Path, number: int) -> Path:
+    """Return the file of the global model of a round."""
+    file = kept_model(folder, number)
+    if not file.is_file():
+        rounds = [int(path.stem.partition("-")[2]) for path in sorted(file.parent.glob("round-*"))]
+        listed = ", ".join(map(str, rounds)) or "none: set keep_models"
+        raise InvalidValue(f"round={number}: {folder} has no such model (there are: {listed})")
+    return file
+
+
+def _recorded(folder: Path, client: int, number: int) -> tuple[Tensor, Tensor | None]:
+    """Return the recorded model `[P]` of a client in a round, and its integer buffers."""
+    file = folder / "recorded" / kept_model(folder, number).name
+    tensors = read_tensors(file)[0] if file.is_file() else {}
+    name = f"client_models/{client}"
+    if f"{name}/model" not in tensors:
+        raise InvalidValue(
+            f"client={client}, round={number}: {folder} has no such model; record "
+            f"client_models(clients=[{client}], rounds=[{number}])"
+        )
+    return tensors[f"{name}/model"], tensors.get(f"{name}/integers")
 
 
 def run_folder(path: Path) -> Path:
