@@ -10,16 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
 import fedloom as fl
 from fedloom.common.errors import DataError, FedloomError, InvalidValue
 from fedloom.common.expression import Call
-from fedloom.data.dataset import Dataset, datasets
+from fedloom.data.dataset import Dataset, datasets, make_dataset
+from fedloom.data.preprocessing import TextInputs
 from fedloom.data.sets.next_token import ALPHABET
 from fedloom.models.build import build_model
 from fedloom.models.structure import head_name
+from fedloom.serving.prediction_files import predict_file
 
 
 def make(name: str, folder: Path, **options: Any) -> Dataset:
@@ -271,3 +274,52 @@ def test_a_model_of_next_tokens_refuses_classes() -> None:
         InvalidValue, match="recurrent predicts one of 10 tokens, but the data need 4 outputs: set"
     ):
         build_model("recurrent", spec, 0)
+
+
+def test_texts_of_a_column_are_learned_and_continued(tmp_path: Path) -> None:
+    rows = [
+        {"user": k % 3, "post": f"how do {'we' if k % 2 else 'i'} stop 'it', please"}
+        for k in range(30)
+    ]
+    path = tmp_path / "posts.csv"
+    pd.DataFrame(rows).to_csv(path, index=False)
+    name = f"texts(path='{path}', column=post, group=user, length=8)"
+    data = make_dataset(name)
+    assert data.train.groups is not None
+    assert data.train.groups.bincount().tolist() == [8, 8, 8]
+    assert len(data.test) == 6
+    encoding = data.preprocessing.inputs
+    assert isinstance(encoding, TextInputs)
+    words = {0: "", 1: "?", **{k: word for word, k in encoding.numbers.items()}}
+    for inputs, targets in zip(data.train.inputs.tolist(), data.train.labels.tolist(), strict=True):
+        assert words[inputs[0]] == "<s>"
+        assert [words[k] for k in inputs[1:4]] in (["how", "do", "we"], ["how", "do", "i"])
+        assert targets[:-1] == inputs[1:]
+    plain = make_dataset(f"texts(path='{path}', column=post)")
+    assert plain.train.groups is None
+    training = {"learning_rate": 0.5, "epochs": 5, "batch_size": 4}
+    task = fl.make_task(
+        data, clients=0, partition="natural", model="recurrent(width=16)", training=training
+    )
+    run = tmp_path / "run"
+    fl.run("fedavg", task, rounds=3, directory=run, engine="rows", quiet=True)
+    pd.DataFrame({"post": ["how do"], "user": [1]}).to_csv(tmp_path / "new.csv", index=False)
+    model = fl.load(run)
+    predict_file(model, tmp_path / "new.csv", tmp_path / "out.csv", tokens=5)
+    written = pd.read_csv(tmp_path / "out.csv")
+    assert list(written) == ["post", "user", "prediction"]
+    assert written.prediction[0] == model.generate("how do", 5).removeprefix("how do")
+
+
+def test_bad_columns_of_texts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "posts.csv"
+    path.write_text("post,user\nhow do i,1\n,2\n")
+    for options, message in (
+        ("", "texts needs path"),
+        (f"path='{path}'", "no column 'text'"),
+        (f"path='{path}', column=pots", "no column 'pots': did you mean 'post'?"),
+        (f"path='{path}', column=post", "column 'post' has no text in row 2"),
+    ):
+        with pytest.raises(FedloomError) as refused:
+            make_dataset(f"texts({options})")
+        assert message in str(refused.value)

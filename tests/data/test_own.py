@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import fedloom as fl
 from data_support import make, random_pixels
 from fedloom.common.errors import DataError, FedloomError, InvalidValue
 from fedloom.data.sets.normalisation import channel_scale
@@ -333,3 +334,55 @@ def test_a_source_needs_a_module_and_a_function() -> None:
         InvalidValue, match=r"is a file: give the name of the module, such as 'my\.data'$"
     ):
         make("python", source="my/data.py:load")
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_folders_of_clients_with_folders_of_classes(tmp_path: Path, split: bool) -> None:
+    root = tmp_path / "set"
+    parts = [root / "train", root / "test"] if split else [root]
+    for part in parts:
+        _write_images(part / "north", {"cat": 6, "dog": 4})
+        _write_images(part / "south", {"dog": 5})
+    data = make("images", folder=str(root), by_client=True)
+    assert data.class_names == ("cat", "dog")
+    pairs = []
+    for samples in (data.train, data.test):
+        assert samples.groups is not None
+        assert samples.group_names == ("north", "south")
+        pairs += list(zip(samples.groups.tolist(), samples.labels.tolist(), strict=True))
+    counts = {pair: pairs.count(pair) for pair in pairs}
+    assert counts == {(0, 0): 6 * len(parts), (0, 1): 4 * len(parts), (1, 1): 5 * len(parts)}
+    again = make("images", folder=str(root), by_client=True)  # from the cache
+    assert again.train.groups is not None
+    assert torch.equal(again.train.groups, data.train.groups)  # type: ignore[arg-type]
+    task = fl.make_task(data, clients=0, partition="natural", model="logistic")
+    assert task.clients == 2
+    assert task.partition.sizes.sum() == len(data.train)
+
+
+def test_folders_of_clients_without_classes_are_refused(tmp_path: Path) -> None:
+    _write_images(tmp_path / "one" / "north", {"cat": 2})
+    with pytest.raises(DataError, match="pictures of 1 classes in <client>/<class>/<picture>"):
+        make("images", folder=str(tmp_path / "one"), by_client=True)
+    _write_images(tmp_path / "two" / "train" / "north", {"cat": 2, "dog": 2})
+    _write_images(tmp_path / "two" / "test" / "north", {"cow": 1})
+    with pytest.raises(DataError, match="cow: no such class among the training images"):
+        make("images", folder=str(tmp_path / "two"), by_client=True)
+
+
+def test_a_function_returns_labels_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "told.py").write_text(
+        "import numpy as np\n"
+        "def load():\n"
+        "    inputs = np.arange(40.0).reshape(20, 2)\n"
+        "    return inputs, ['well', 'ill'] * 10, np.arange(20) % 4\n"
+        "def both():\n"
+        "    return load(), (np.zeros((1, 2)), np.array(['worse']))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = make("python", source="told:load", test_fraction=0.2)
+    assert (data.classes, data.class_names) == (2, ("ill", "well"))
+    for samples in (data.train, data.test):
+        odd = samples.inputs[:, 0] % 4 == 2  # rows with an odd number, which are ill
+        assert torch.equal(samples.labels, torch.where(odd, 0, 1))
+    assert make("python", source="told:both").class_names == ("ill", "well", "worse")

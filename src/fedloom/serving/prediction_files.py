@@ -49,7 +49,11 @@ def predict_file(
     if to is not None and to.suffix not in (".csv", ".parquet", ".npz"):
         raise InvalidValue(f"--to {to}: predictions are written as .csv, .parquet or .npz")
     data, table = _samples(predictor, path, to is None or to.suffix == ".csv")
-    if isinstance(data, list) and predictor.preprocessing.outputs.answer == "token":
+    column = getattr(predictor.preprocessing.inputs, "column", "")
+    answer = predictor.preprocessing.outputs.answer
+    if answer == "token" and column and not isinstance(data, list):
+        data = data.column(column).to_pylist() if column in data.column_names else data
+    if isinstance(data, list) and answer == "token":
         arrays = {
             "prediction": np.array(
                 [predictor.generate(text, tokens).removeprefix(text) for text in data]

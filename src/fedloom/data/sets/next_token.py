@@ -4,15 +4,18 @@ users of Stack Overflow.
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 
-from fedloom.common.errors import DataError, quoted
+from fedloom.common.errors import DataError, InvalidValue, quoted, suggestion
 from fedloom.common.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
+from fedloom.data.formats.arrow import read_any
+from fedloom.data.formats.csv_files import CsvOptions
 from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.formats.limits import read_text, reading, require_room
 from fedloom.data.formats.words import BEGINNING, END, PAD, encode, vocabulary
@@ -130,6 +133,78 @@ def stackoverflow(
         TextInputs(tuple(numbers), length, tokenizer or "words"),
         "every",
     )
+
+
+@datasets.register("texts")
+def texts(
+    *,
+    path: str = "",
+    column: str = "text",
+    group: str = "",
+    length: Count = 20,
+    max_vocabulary: Annotated[int, Field(ge=5)] = 10_004,
+    tokenizer: str = "",
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> Dataset:
+    """Texts in a column of a table of your own, the next word: `texts(path='posts.csv')`.
+
+    Each text is one sample: its beginning, its words, its end.
+
+    Args:
+        path: A CSV file with a header, a parquet file, or a folder of `save_to_disk`, which may
+            have a part for testing.
+        column: The column of the texts.
+        group: The column that names the client of a text, for `partition = "natural"`.
+        length: Words that a text is cut or filled up to.
+        max_vocabulary: The most numbers of the commonest words of the training texts, with those
+            that fill up (0) and stand for other words (1), the beginning and the end.
+        tokenizer: A function of yours, `module:function`, from a text to its words; by default as
+            in `ag_news`.
+        test_fraction: Without a part for testing, the share of each client's texts that is held
+            out, in (0, 1).
+        seed: The seed of the texts held out.
+
+    Raises:
+        DataError: For a file that is missing, damaged or too large, or an empty cell.
+        InvalidValue: For a column that the table does not have.
+    """
+    if not path:
+        raise InvalidValue("texts needs path: a CSV file, a parquet file or a folder")
+    split = _tokenizer(tokenizer)
+    options = CsvOptions([name for name in (column, group) if name])
+    table, test_table = read_any(Path(path), options)
+    train = _cells(table, column, group, path, split)
+    if test_table is None:
+        train, test = _held_out(train, test_fraction, seed)
+    else:
+        test = _cells(test_table, column, group, path, split)
+    numbers = vocabulary((text for texts in train.values() for text in texts), max_vocabulary)
+    encoding = TextInputs(tuple(numbers), length, tokenizer or "words", column)
+    dataset = _dataset("texts", train, test, encoding, "every")
+    if group:
+        return dataset
+    alone = [replace(samples, groups=None) for samples in (dataset.train, dataset.test)]
+    return replace(dataset, train=alone[0], test=alone[1])
+
+
+def _cells(
+    table: Any, column: str, group: str, source: str, split: Callable[[str], Sequence[str]]
+) -> _Users:
+    """Return the sequences of each client in a column of texts."""
+    names = [name for name in (column, group) if name]
+    for name in names:
+        if name not in table.column_names:
+            near = suggestion(name, table.column_names)
+            raise InvalidValue(f"{source}: no column {quoted(name)}{near}")
+    cells = [table.column(name).to_pylist() for name in names]
+    users: _Users = {}
+    for row, (text, *owner) in enumerate(zip(*cells, strict=True), start=1):
+        if not isinstance(text, str) or None in owner:
+            empty = column if not isinstance(text, str) else group
+            raise DataError(f"{source}: column {quoted(empty)} has no text in row {row}")
+        users.setdefault(str(owner[0]) if owner else "", []).append([BEGINNING, *split(text), END])
+    return users
 
 
 def _dataset(

@@ -19,7 +19,7 @@ from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import class_folders, pictures, visible_files
 from fedloom.data.sets.normalisation import Normalise, Split, image_dataset
 from fedloom.data.sets.origin import cached_split
-from fedloom.data.sets.picture_files import read_image_folder
+from fedloom.data.sets.picture_files import read_image_folder, read_labelled
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")
 _MOST_CLASSES = 1_000_000  # a label beyond this is a mistake, such as an id in place of a class
@@ -75,6 +75,7 @@ def arrays(
 def images(
     *,
     folder: str = "",
+    by_client: bool = False,
     channels: Literal[1, 3] = 3,
     size: Count | None = None,
     normalise: Normalise = "standard",
@@ -92,6 +93,9 @@ def images(
 
     Args:
         folder: The folder.
+        by_client: There is a folder for each client around the folders of its classes:
+            `<client>/<class>/*.png`, perhaps below `train` and `test`. The clients are the groups
+            for `partition = "natural"`.
         channels: 3 (colour) or 1 (grey).
         size: Scale every picture to size x size; without it all must have one size.
         normalise: `standard` takes mean and deviation of the training pictures, by channel.
@@ -110,10 +114,29 @@ def images(
     folders = [root / "train" if (root / "train").is_dir() else root]
     if folders[0] != root and (root / "test").is_dir():
         folders.append(root / "test")
+    extent = None if size is None else (size, size)
+    reader = _read_clients if by_client else _read_classes
+    splits, names, notices = reader(root, folders, channels, extent)
+    train, test = in_two(splits, test_fraction, seed)
+    if train.inputs.shape[1:] != test.inputs.shape[1:]:
+        raise DataError(
+            f"{folders[1]}: pictures of another size than in {folders[0]}; set size to scale them"
+        )
+    dataset = image_dataset("images", (train, test), len(names), normalise, None, names)
+    return replace(dataset, notices=tuple(notices))
+
+
+_Pictures = tuple[Sequence[Samples], list[str], list[str]]
+"""Training and perhaps test samples, the names of their classes, and notices."""
+
+
+def _read_classes(
+    root: Path, folders: Sequence[Path], channels: int, extent: tuple[int, int] | None
+) -> _Pictures:
+    """Read the pictures of folders with a folder for each class."""
     names = class_folders(folders[0])
     if len(names) < 2:
         raise DataError(f"{folders[0]}: {len(names)} class folders, at least 2 are needed")
-    extent = None if size is None else (size, size)
     with reading(root, "damaged folder of pictures"):
         by_class = {
             split / name: pictures(split / name)
@@ -133,14 +156,54 @@ def images(
             train, *tests = (read_image_folder(split, names, channels, extent) for split in folders)
             return train, tests[0] if tests else train[:0]  # the cache holds two
 
+        size = None if extent is None else extent[0]
         splits = cached_split("images", f"2 {channels} {size} {names}", read, files)
-    train, test = in_two(splits[: len(folders)], test_fraction, seed)
-    if train.inputs.shape[1:] != test.inputs.shape[1:]:
-        raise DataError(
-            f"{folders[1]}: pictures of another size than in {folders[0]}; set size to scale them"
-        )
-    dataset = image_dataset("images", (train, test), len(names), normalise, None, names)
-    return replace(dataset, notices=tuple(notices))
+    return splits[: len(folders)], names, notices
+
+
+def _read_clients(
+    root: Path, folders: Sequence[Path], channels: int, extent: tuple[int, int] | None
+) -> _Pictures:
+    """Read the pictures of folders with a folder for each client, and in it one for each class."""
+    with reading(root, "damaged folder of pictures"):
+        found = [
+            [
+                (path, label, client)
+                for client in class_folders(split)
+                for label in class_folders(split / client)
+                for path in pictures(split / client / label)
+            ]
+            for split in folders
+        ]
+        names = sorted({label for _, label, _ in found[0]})
+        if len(names) < 2:
+            raise DataError(
+                f"{folders[0]}: pictures of {len(names)} classes in <client>/<class>/<picture>, "
+                "at least 2 are needed"
+            )
+        number = {name: label for label, name in enumerate(names)}
+        for path, label, _ in found[-1]:
+            if label not in number:
+                listed = shortened(", ".join(names))
+                raise DataError(
+                    f"{path.parent}: no such class among the training images ({listed})"
+                )
+
+        def read() -> Split:
+            train, *tests = (
+                read_labelled([(path, number[label]) for path, label, _ in part], channels, extent)
+                for part in found
+            )
+            return train, tests[0] if tests else train[:0]  # the cache holds two
+
+        files = [path for part in found for path, _, _ in part]
+        key = f"2 by client {channels} {extent} {names}"
+        splits = cached_split("images", key, read, files)
+    with_clients = [
+        replace(samples, groups=[client for _, _, client in part])
+        for samples, part in zip(splits, found, strict=False)
+    ]
+    return with_clients, names, _unused_files(root, files)
 
 
 def _unused_files(root: Path, used: Sequence[Path]) -> list[str]:
@@ -168,7 +231,8 @@ def python(
     """Data from a function of your own: `source="my_package.data:load"`, called without arguments.
 
     It returns (inputs, labels), (inputs, labels, client ids) or `Samples`; or two of these, for
-    training and test; or a `Dataset`. Arrays are as in the data set `arrays`, from NumPy or torch.
+    training and test; or a `Dataset`. Arrays are as in the data set `arrays`, from NumPy or torch;
+    labels can also be text, whose alphabetical order gives the classes.
 
     Args:
         source: The function; its module is looked for among the installed ones and in the current
@@ -273,7 +337,9 @@ def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
         )
     if inputs.ndim == 4 and layout == "channels_last":
         inputs = inputs.transpose(0, 3, 1, 2)
-    samples = Samples(inputs, class_labels(labels, _MOST_CLASSES, source), groups)
+    is_text = np.asarray(labels).dtype.kind in "US"
+    targets = labels if is_text else class_labels(labels, _MOST_CLASSES, source)
+    samples = Samples(inputs, targets, groups)
     tokens = samples.inputs
     if tokens.dtype == torch.int64 and (tokens.dim() != 2 or (tokens < 0).any()):
         raise DataError(
@@ -296,7 +362,8 @@ def _dataset(
 ) -> Dataset:
     train, test = in_two(splits, share, seed)
     with reading(source, "no samples"):
-        highest = int(torch.cat([train.labels, test.labels]).max())
+        named = train.label_names or test.label_names or ()
+        highest = len(named) - 1 if named else int(torch.cat([train.labels, test.labels]).max())
         dataset = image_dataset(name, (train, test), classes or highest + 1, normalise)
     if train.inputs.dtype != torch.int64 or not train.inputs.numel():
         return dataset
