@@ -12,10 +12,6 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.report.card import model_card
 from fedloom.rounds.federation import Federation
 from fedloom.runs.directory import SITES, RunDirectory, read_json, write_json
-from fedloom.runs.directory import (
-    RunDirectory,
-    write_json,
-)
 from fedloom.runs.finished_round import trained_module
 from fedloom.runs.identity import task_digests
 from fedloom.runs.result import Result, described_data
@@ -66,6 +62,8 @@ def _counted(path: Path) -> dict[str, int]:
     """Return the training samples of a run over real sites, also those beyond a site's limit."""
     claimed = read_json(path / SITES, dict).get("claimed") if (path / SITES).exists() else None
     return {} if claimed is None else {"train_samples": claimed}
+
+
 def write_kept(result: Result, folder: Path, number: int, model: str) -> None:
     """Write the global model of a round, as `keep_models` wants it.
 

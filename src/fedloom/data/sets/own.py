@@ -200,7 +200,7 @@ def _read_clients(
         key = f"2 by client {channels} {extent} {names}"
         splits = cached_split("images", key, read, files)
     with_clients = [
-        replace(samples, groups=[client for _, _, client in part])
+        Samples(samples.inputs, samples.labels, np.array([client for _, _, client in part]))
         for samples, part in zip(splits, found, strict=False)
     ]
     return with_clients, names, _unused_files(root, files)
