@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
 import signal
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +30,17 @@ FOLDER = Path(__file__).parent
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+
+# A temporary folder for all processes of the session: at its end, `pytest_sessionfinish` requires
+# that fedloom has removed its own. The workers of pytest-xdist inherit it. The name is short
+# because of sockets.
+ALONE = "PYTEST_XDIST_WORKER" not in os.environ
+"""True in the process that the user has started."""
+if ALONE:
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
+    tempfile.tempdir = None
+TEMPORARY = Path(os.environ["TMPDIR"])
 
 # The models here are small, so threads that wait for each other cost more than the work: a hundred
 # times as long on busy cores.
@@ -146,9 +160,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
 
 
+def _left_behind() -> list[str]:
+    """Return the temporary files of fedloom that no object of this process will remove."""
+    gc.collect()
+    kept = set()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if (alive := finalizer.peek()) is not None:
+            kept.update(map(str, alive[2]))
+    return sorted(str(path) for path in TEMPORARY.glob("fedloom*") if str(path) not in kept)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if fedloom has left files in the temporary folder."""
+    if ALONE and not session.config.option.collectonly and (left := _left_behind()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(f"\nLeft in the temporary folder: {', '.join(left)}", red=True)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Print the number of skipped tests for each reason as the last line."""
+    if ALONE:
+        shutil.rmtree(TEMPORARY, ignore_errors=True)
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not (skipped := reporter.stats.get("skipped")):
         return
