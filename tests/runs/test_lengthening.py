@@ -327,6 +327,7 @@ def test_the_methods_that_need_the_total_rounds() -> None:
     assert {text for text in EVERY_METHOD if needs_total_rounds(build(text))} == {
         "apple",
         "fedphp",
+        "fisher_merge(fedmr)",
         "umf(feddc)",
     }
     assert needs_total_rounds(build("stages(fedavg:2, fedasam(swa=true))"))
