@@ -222,11 +222,11 @@ def sharpness(module: nn.Module, task: fl.Task, seed: int) -> tuple[float, float
 
     def product(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         direction = unflatten(torch.from_numpy(np.ascontiguousarray(vector.reshape(-1))))
-        _, change = jvp(grad(loss), (weights,), (direction,))
+        change = jvp(grad(loss), (weights,), (direction,))[1]
         return torch.cat([t.flatten() for t in change.values()]).numpy()
 
     shape = (len(flat), len(flat))
-    operator = LinearOperator(shape, matvec=product, dtype=np.float64)  # type: ignore[call-arg]
+    operator = LinearOperator(shape, matvec=product, dtype=np.float64)
     start = np.random.default_rng(seed).standard_normal(len(flat))
     (largest,) = eigsh(operator, k=1, which="LA", v0=start, tol=1e-3, return_eigenvectors=False)
     generator = torch.Generator().manual_seed(seed)
