@@ -7,7 +7,7 @@ import platform
 import pytest
 import torch
 
-from fedloom.flat import device
+from fedloom.common import device
 
 
 def test_the_c_library_agrees_where_it_is_glibc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -472,7 +472,7 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
     text = (tmp_path / "report.html").read_text()
     conclusion = text.partition("<p class=conclusion>")[2].partition("</p>")[0]
     assert "RMSE" in conclusion
-    assert re.search(r"fedprox\S+ is \S+ above fedavg", conclusion)
+    assert re.search(r"fedavg is \S+ better than fedprox", conclusion)
     assert "Accuracy" not in text.partition("plotly.js v")[0]
     tex = (tmp_path / "comparison.tex").read_text()
     assert "Final RMSE" in tex

@@ -144,6 +144,7 @@ def test_the_parts_of_a_hook_are_those_that_declare_it() -> None:
     options = {
         "clustered": "clustered(fedavg)", "fedala": "fedala", "fedala_code": "fedala_code",
         "fedah": "fedah", "clusamp": "clusamp",
+        "ca2fl": "ca2fl", "fedlaavg": "fedlaavg",
         "fedmr_async": "fedmr_async", "private": "private(fedavg, noise=1)", "dp_sgd": "dp_sgd(fedavg, noise=1)",
         "local_private": "local_private(fedavg, noise=1)", "quantised": "quantised(fedavg, down=8)",
         "norm_bound": "norm_bound(fedavg, radius=1)", "secure": "secure(fedmr)", "stages": "stages(fedavg:auto, fedavg)",

@@ -13,7 +13,7 @@ from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort, Context
 
-ROUNDING = 16
+ROUNDING = 1000
 """Multiple of the precision of numbers below which a direction is a rounding error."""
 
 
@@ -96,8 +96,7 @@ def orthogonalised(vectors: Tensor, layout: Layout) -> Tensor:
         bias of a layer before batch norm, for example, has such a gradient.
     """
     result = torch.zeros_like(vectors)
-    precision = torch.finfo(vectors.dtype).eps
-    least = ROUNDING * precision * vectors.norm(dim=1, keepdim=True)
+    least = ROUNDING * torch.finfo(vectors.dtype).eps * vectors.norm(dim=1, keepdim=True)
     for entry in layout.slices:
         if entry.start >= layout.trainable:
             continue
@@ -109,8 +108,7 @@ def orthogonalised(vectors: Tensor, layout: Layout) -> Tensor:
             continue
         matrices = tensors.reshape(len(tensors), entry.shape[0], -1)
         left, values, right = torch.linalg.svd(matrices, full_matrices=False)
-        relative = values[:, :1] * max(matrices.shape[1:]) * precision
-        large = values > torch.maximum(least, relative)
+        large = values > least
         kept = left * large.to(left).unsqueeze(1)
         result[:, columns] = (kept @ right).reshape(len(tensors), -1)
     return result

@@ -174,7 +174,8 @@ def _print_usage_error(error: click.ClickException, words: Sequence[str]) -> Non
             if isinstance(error, click.UsageError) and error.ctx
             else "fedloom"
         )
-        if isinstance(error, click.NoSuchOption) and (hint := _key_form(error, words)):
+        unknown = isinstance(error, click.NoSuchOption) and not error.possibilities
+        if unknown and (hint := _key_form(error, words)):
             text = f"{error.option_name} is a key of the configuration: write {hint}"
         _print_error(f"{text.rstrip('.')} (see {command} --help)")
 

@@ -67,6 +67,7 @@ def _means(update: Tensor, member: Tensor, stored: Tensor) -> Tensor:
         member: Cluster of each update, `[r]`.
         stored: Stored updates, `[C, T]`.
     """
-    counts = torch.bincount(member, minlength=len(stored)).to(stored).unsqueeze(1)
+    ones = stored.new_ones(len(member), 1)
+    counts = stored.new_zeros(len(stored), 1).index_add_(0, member, ones)
     totals = torch.zeros_like(stored).index_add_(0, member, update)
     return torch.where(counts > 0, totals / counts.clamp_min(1), stored)
