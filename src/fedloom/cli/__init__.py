@@ -174,14 +174,15 @@ def _print_usage_error(error: click.ClickException, words: Sequence[str]) -> Non
             if isinstance(error, click.UsageError) and error.ctx
             else "fedloom"
         )
-        unknown = isinstance(error, click.NoSuchOption) and not error.possibilities
-        if unknown and (hint := _key_form(error, words)):
+        if isinstance(error, click.NoSuchOption) and (hint := _key_form(error, words)):
             text = f"{error.option_name} is a key of the configuration: write {hint}"
         _print_error(f"{text.rstrip('.')} (see {command} --help)")
 
 
 def _key_form(error: click.NoSuchOption, words: Sequence[str]) -> str:
     """Return `rounds=5` for the words `--rounds 5`, or "" where the option is no key."""
+    if error.possibilities:  # a mistyped option: reading the keys would load PyTorch
+        return ""
     from fedloom.runs.config_file import KEYS
 
     key = error.option_name.lstrip("-").replace("-", "_")
