@@ -292,6 +292,9 @@ GLOBAL = {
     "lowrank(fedavg, rank=1)", "moon", "norm_bound(fedavg, radius=0.5)", "sign_flip(fedavg)",
     "quantised(fedavg, bits=4, down=8)", "robust(fedavg)", "scaffold",
     "secure(fedmr)", "silobn(buffers=average)",
+    "ca2fl(k=2)", "cluster_fedvarp(clusters=2)", "ema(fedavg)", "fedacg", "fedadagrad", "fedcm", "fedgloss", "fedgmt",
+    "fedinit", "fedlaavg", "fedlesam", "fedmuon", "fedsmoo", "fedspeed", "fedstale", "fedswa", "fedvarp",
+    "fisher_merge(fedmr)", "last(fedprox, n=2)", "longest_idle(fedprox)", "mifa", "mofedsam",
     "sparse(fedavg, share=0.3)", "stages(fedavg:1, fedmr)", "stages(ditto:1, fedmr)", "umf(feddc)",
 }  # fmt: skip
 """Methods whose clients all use the global model."""

@@ -54,6 +54,7 @@ KEEP_ALL = {
     WRAPPERS["ala"], "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", "fedpac", WRAPPERS["fedgen"], "fedmr", "indep",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
     "robust(fedavg)", "robust(feddc)", "secure(fedmr)",
+    "ca2fl(k=2)", "cluster_fedvarp(clusters=2)", "fedlaavg", "fedstale", "fedvarp", "fisher_merge(fedmr)", "mifa",
 }  # fmt: skip
 
 

@@ -411,6 +411,10 @@ class Pipeline:
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         """Return the message from which clients personalise before `round`."""
         message = self._with_stage(dict(self.algorithm.deploy(round, clients)))
+        model = message.get("model")
+        whole = model is not None and model.shape == (1, self.plan.layout.size)
+        if self.acting["evaluated"] and whole:
+            message["model"] = self.model().unsqueeze(0)
         for part in reversed(self.acting["deploy"]):
             message = part.deploy(round, clients, message)
         return message

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm.method import algorithms
-from fedloom.algorithm.records import Message, Plan
+from fedloom.algorithm.records import Plan
 from fedloom.common.fields import BelowOne, Count
 from fedloom.common.round import Round
 from fedloom.parts.hooks import Inner, Part
@@ -23,11 +23,6 @@ class ServerAverage(Part):
 
     def evaluated(self, model: Tensor) -> Tensor:
         return self.state["average"]
-
-    def deploy(self, round: Round, clients: tuple[int, ...], message: Message) -> Message:
-        if len(message.get("model", ())) != 1:
-            return message
-        return {**message, "model": self.state["average"].unsqueeze(0)}
 
 
 @algorithms.register("ema")

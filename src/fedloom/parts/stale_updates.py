@@ -57,7 +57,7 @@ class StaleUpdates(UsesStaleUpdates):
         unit = self.unit(cohort.round)
         update = reply["model"][:, trainable] - sent
         stored = cohort.memory.get("stale_update", torch.zeros_like(update))
-        if unit > 0:
+        if unit > torch.finfo(update.dtype).tiny:
             cohort.memory.write("stale_update", update / unit, cohort.uploads)
         return self.upload(reply, update, stored * unit)
 
@@ -86,7 +86,7 @@ class StaleUpdates(UsesStaleUpdates):
     def _remember(self, round: Round, changes: Tensor) -> None:
         """Add the changes of the clients' updates `[r, T]` to the mean over all clients."""
         unit = self.unit(round)
-        if unit > 0:
+        if unit > torch.finfo(changes.dtype).tiny:
             added = changes.sum(0) / (unit * self.plan.clients)
             self.state["mean_update"] = self.state["mean_update"] + added
 
