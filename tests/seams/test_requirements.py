@@ -58,6 +58,16 @@ HOOKS_OF: dict[str, set[str]] = {
     "fedbuff(fedavg, k=3)": ARRIVING,
     "fedasync(fedavg)": ARRIVING,
     "fedmr_async(k=3)": ARRIVING,
+    "ca2fl(k=3)": ARRIVING,
+    "fedvarp": {"encode", "rewrite"},
+    "mifa": {"encode", "rewrite"},
+    "fedstale": {"encode", "expects", "rewrite"},
+    "cluster_fedvarp(clusters=2)": {"rewrite"},
+    "longest_idle(fedavg)": {"select", "account"},
+    "fedlaavg": {"select", "account"},
+    "ema(fedavg)": {"follow", "evaluated"},
+    "last(fedavg)": {"follow", "evaluated"},
+    "fisher_merge(fedavg)": {"train", "expects", "rewrite"},
     "robust(fedavg)": {"rewrite", "integers"},
     "norm_bound(fedavg, radius=0.1)": {"rewrite"},
     "private(fedavg, noise=1.0)": {"select", "release", "report"},
@@ -171,6 +181,7 @@ ROBUST = [f"robust {rule}" for rule in ("median", "trimmed_mean", "krum", "multi
 PRIVATE = ["private", "local_private", "dp_sgd"]
 CODES = ["quantised", "quantised down", "sparse", "lowrank", "coded twice"]
 STALE = ["fedbuff", "fedasync"]
+UPDATES = ["fedvarp", "mifa", "fedstale", "cluster_fedvarp"]
 
 SINGLE = "needs each reply, not only an estimate of their mean"
 MORE = "does more than average whole models"
@@ -184,18 +195,20 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     "no fact": (probe(), {}),
     "one_download=False": (
         probe(one_download=False),
-        dict.fromkeys(["umf", "ala", "ala_code", "fedntd", "stages, auto"], NOT_SENT),
+        dict.fromkeys(["umf", "ala", "ala_code", "fedntd", "stages, auto", *UPDATES], NOT_SENT),
     ),
     "one_model_each=True": (
         probe(one_model_each=True),
         {
-            "private": "probe sends each client a different model",
+            **dict.fromkeys(
+                ["private", "ema", "last"], "probe sends each client a different model"
+            ),
             **dict.fromkeys(STALE, MORE),
         },
     ),
     "averages=False": (
         probe(averages=False),
-        {**dict.fromkeys([*ROBUST, "private"], SINGLE), **dict.fromkeys(STALE, MORE)},
+        {**dict.fromkeys([*ROBUST, "private", *UPDATES], SINGLE), **dict.fromkeys(STALE, MORE)},
     ),
     "anonymous=False": (
         probe(anonymous=False),
@@ -213,8 +226,10 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     "no model is sent": (
         probe(ProbeNoModel),
         {
-            **dict.fromkeys(["umf", "ala", "ala_code", "fedntd", "stages, auto"], NOT_SENT),
-            **dict.fromkeys(["clustered", "secure"], NOT_WHOLE),
+            **dict.fromkeys(
+                ["umf", "ala", "ala_code", "fedntd", "stages, auto", *UPDATES], NOT_SENT
+            ),
+            **dict.fromkeys(["clustered", "secure", "fisher_merge"], NOT_WHOLE),
             **dict.fromkeys([*PRIVATE, *CODES, "sign_flip", "norm_bound"], NO_UPDATE),
             **dict.fromkeys(STALE, MORE),
         },
@@ -226,7 +241,9 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     "a part of the model travels": (
         probe(ProbePart),
         {
-            **dict.fromkeys(["umf", "clustered", "secure", "stages, auto"], NOT_WHOLE),
+            **dict.fromkeys(
+                ["umf", "clustered", "secure", "stages, auto", "fisher_merge", *UPDATES], NOT_WHOLE
+            ),
             "lowrank": NOT_RETURNED,
             **dict.fromkeys(STALE, MORE),
         },
@@ -336,7 +353,7 @@ def test_facts_of_the_algorithm_hold_for_the_pipeline(name: str) -> None:
         return run.pipeline, run.algorithm
 
     plain, method = pipeline_of()
-    assert needs_total_rounds(method) == (name == "umf")
+    assert needs_total_rounds(method) == (name in ("umf", "fisher_merge"))
     assert plain.personal == (name in ("ala", "ala_code"))
     assert (plain.unstackable is None) == (name != "dp_sgd")
     assert plain.waits == (name in STALE)
