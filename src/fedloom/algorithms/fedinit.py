@@ -14,7 +14,7 @@ class FedInit(Algorithm):
     over the trainable parameters. Clients upload w_t + w_i - s_i, so that traffic is FedAvg's.
     Statistics are averaged. With beta 0 this is FedAvg with equal weights.
     Source: Sun et al. 2023, algorithm 1; there, v_i is the initial model at first.
-    Use it when local models are far apart and clients can store one.
+    Use it when local models differ much and clients can store one.
 
     Args:
         beta: Distance from the last model (paper: 0.1).

@@ -14,7 +14,7 @@ from fedloom.local.cohort import Cohort, Context
 
 @algorithms.register("fedsmoo")
 class FedSMOO(FedSpeed):
-    """FedSMOO: FedSpeed whose perturbations e are drawn together across clients, by a dual mu_i of
+    """FedSMOO: FedSpeed with perturbations e that are drawn together across clients, by a dual mu_i of
     each client and a common s.
 
     In each step, e = rho u / ||u|| with u = g - mu_i - s, and mu_i <- mu_i + e - s; the gradient is

@@ -28,7 +28,7 @@ class FisherMerge(Part):
     replaced by the merged one. Statistics are averaged. Equal F_i give the mean of the models (a
     uniform soup).
     Source: Matena and Raffel 2022, equation 3; the authors' code adds the floor to one model only.
-    Use it when the models of the last round are far apart, as after `indep` or `fedmr`.
+    Use it when the models of the last round differ much, as after `indep` or `fedmr`.
 
     Args:
         method: Method that trains the models.

@@ -12,8 +12,8 @@ class MIFA(StaleUpdates):
     each client of the round.
 
     D_i = w_i - w_t, and y_j is 0 for clients that have not taken part yet: the first step is K/N of
-    FedAvg's (equal weights). The step is the mean over all clients, whoever takes part, so clients
-    that are often absent count as much as the others. Clients keep y_i and upload w_i - y_i, so
+    FedAvg's (equal weights). The step is the mean over all clients in every round, so clients that
+    are often absent have the same weight. Clients keep y_i and upload w_i - y_i, so
     that traffic is FedAvg's.
     Source: Gu et al. 2021, algorithm 1, and the authors' code without waiting.
     Use it when the same clients are absent for many rounds.

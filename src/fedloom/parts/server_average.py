@@ -16,7 +16,7 @@ class ServerAverage(Part):
     """Evaluates and deploys an average of the server's models; training does not change.
 
     Args:
-        method: Method whose models are averaged.
+        method: Method that makes the models.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("one model for all",)

@@ -37,7 +37,7 @@ class StaleUpdates(UsesStaleUpdates):
 
     Client i stores y_i, its last update D_i = w_i - w_t over the trainable parameters `[T]`, 0 at
     first. It uploads w_i - y_i, so that the server needs no vector for each client: y = (1/N) sum_i
-    y_i changes by the sum of the uploads. A reply that is lost leaves y_i as it was.
+    y_i changes by the sum of the uploads. A lost reply does not change y_i.
 
     Args:
         rescale: Multiply y_i by the change of the learning rate since the client's last update.
