@@ -14,8 +14,8 @@ from fedloom.local.cohort import Cohort, Context
 
 @algorithms.register("fedsmoo")
 class FedSMOO(FedSpeed):
-    """FedSMOO: FedSpeed with perturbations e that are drawn together across clients, by a dual mu_i of
-    each client and a common s.
+    """FedSMOO: FedSpeed with perturbations e that are drawn together across clients, by a dual mu_i
+    of each client and a common s.
 
     In each step, e = rho u / ||u|| with u = g - mu_i - s, and mu_i <- mu_i + e - s; the gradient is
     taken at w + e. Clients keep mu_i and upload it; server: s <- rho m / ||m|| with m = mean_i mu_i
