@@ -66,7 +66,7 @@ class FedSAM(Algorithm):
             loss, gradient = cohort.gradient(rows, batch)
             scaled = scale * gradient
             ascent = scale * scaled * (self.rho / (scaled.norm(dim=1, keepdim=True) + TINY))
-            return loss, gradient_ahead(cohort, rows, batch, ascent)
+            return loss, gradient_ahead(cohort, rows, batch, ascent)[1]
 
         return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, pad=True).model}
 

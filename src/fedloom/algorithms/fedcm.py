@@ -4,8 +4,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Facts, Round, algorithms
+from fedloom.algorithm import Facts, Round, algorithms
 from fedloom.algorithm.records import Aggregate, Message, Plan, Replies
+from fedloom.algorithms.server_step import PlainMeanStep
 from fedloom.algorithms.sharpness import sharp_gradient
 from fedloom.algorithms.statistics import mean_gradient, momentum_gain, require_sgd
 from fedloom.common.fields import NonNegative, Positive, Share
@@ -14,7 +15,7 @@ from fedloom.local.optimizer import GradientFn
 
 
 @algorithms.register("fedcm")
-class FedCM(Algorithm):
+class FedCM(PlainMeanStep):
     """FedCM: local steps follow alpha g + (1 - alpha) m, where m is the clients' mean gradient of
     the last round.
 
@@ -53,11 +54,11 @@ class FedCM(Algorithm):
             weighted=False, mean={"model": replies["model"], "gradient": gradient}
         )
 
+    def step_length(self, aggregate: Aggregate) -> float:
+        return self.server_learning_rate
+
     def update(self, round: Round, aggregate: Aggregate) -> None:
-        trainable = slice(self.plan.layout.trainable)
-        current, mean = self.state["model"], aggregate.mean["model"]
-        mean[trainable] = torch.lerp(current[trainable], mean[trainable], self.server_learning_rate)
-        self.state["model"] = mean
+        super().update(round, aggregate)
         if round.learning_rate > 0:
             self.state["momentum"] = aggregate.mean["gradient"]
 

@@ -27,7 +27,8 @@ class Drifting(Algorithm):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.state["drift"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
-        self.state["mean_size"] = mean_size(plan)
+        if "mean_size" in self.sends:
+            self.state["mean_size"] = mean_size(plan)
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
         trainable = slice(self.plan.layout.trainable)

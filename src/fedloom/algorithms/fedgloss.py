@@ -50,7 +50,7 @@ class FedGloSS(Algorithm):
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
         trainable = slice(self.plan.layout.trainable)
-        moved = replies["model"][:, trainable] - self._perturbed()[trainable]
+        moved = replies["model"][:, trainable] - replies.sent("model")[:, trainable]
         return replies.aggregate(mean={"model": replies["model"]}, total={"moved": moved})
 
     def update(self, round: Round, aggregate: Aggregate) -> None:

@@ -1,13 +1,12 @@
-import torch
-
-from fedloom.algorithm import Algorithm, Facts, Round, algorithms
-from fedloom.algorithm.records import Aggregate, Message, Replies, server_model
+from fedloom.algorithm import Facts, algorithms
+from fedloom.algorithm.records import Aggregate, Message, server_model
+from fedloom.algorithms.server_step import PlainMeanStep
 from fedloom.common.fields import NonNegative, Positive
 from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedinit")
-class FedInit(Algorithm):
+class FedInit(PlainMeanStep):
     """FedInit: client i starts at s_i = w_t + beta (w_t - v_i), away from its own last model v_i.
 
     The first time, s_i = w_t. Server, uniform over the round: w <- w_t + eta_g mean_i (w_i - s_i)
@@ -26,14 +25,8 @@ class FedInit(Algorithm):
 
     facts = Facts(anonymous=True)
 
-    def fold(self, round: Round, replies: Replies) -> Aggregate:
-        return replies.aggregate(weighted=False)
-
-    def update(self, round: Round, aggregate: Aggregate) -> None:
-        trainable = slice(self.plan.layout.trainable)
-        current, mean = self.state["model"], aggregate.mean["model"]
-        mean[trainable] = torch.lerp(current[trainable], mean[trainable], self.server_learning_rate)
-        self.state["model"] = mean
+    def step_length(self, aggregate: Aggregate) -> float:
+        return self.server_learning_rate
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         trainable = slice(cohort.layout.trainable)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
 from fedloom.algorithm.records import Aggregate, Message, Plan, Replies, server_model
-from fedloom.algorithms.sharpness import direction, loss_ahead
+from fedloom.algorithms.sharpness import direction, gradient_ahead
 from fedloom.common.fields import NonNegative
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort, Context
@@ -60,7 +60,7 @@ class FedLESAM(Algorithm):
             cohort.memory.write("fedlesam_received", sent.clone(), cohort.uploads)
 
         def gradient_fn(rows: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
-            return loss_ahead(cohort, rows, batch, context["offset"])
+            return gradient_ahead(cohort, rows, batch, context["offset"])
 
         context = {"offset": self.rho * direction(earlier - sent)}
         trained = cohort.fit(inbox["model"], gradient_fn=gradient_fn, context=context, pad=True)

@@ -1,11 +1,9 @@
-from collections.abc import Mapping
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Facts, Round, algorithms
-from fedloom.algorithm.records import Aggregate, Message, Plan, Replies
+from fedloom.algorithm import Facts, algorithms
+from fedloom.algorithm.records import Aggregate, Message
+from fedloom.algorithms.server_step import VariateStep
 from fedloom.algorithms.sharpness import direction
 from fedloom.algorithms.statistics import require_sgd
 from fedloom.common.fields import Share
@@ -18,7 +16,7 @@ ROUNDING = 1000
 
 
 @algorithms.register("fedmuon")
-class FedMuon(Algorithm):
+class FedMuon(VariateStep):
     """FedMuon: local steps of length eta along the orthogonalised momentum of each tensor, with
     control variates.
 
@@ -38,28 +36,10 @@ class FedMuon(Algorithm):
     alpha: Share = 0.9
 
     needs = (require_sgd,)
-    sends: ClassVar[tuple[str, ...]] = ("model", "variate")
     facts = Facts(anonymous=True, fits_once=False)
 
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        self.state["variate"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
-
-    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        layout = self.plan.layout
-        return {"model": (layout.size,), "variate": (layout.trainable,)}
-
-    def fold(self, round: Round, replies: Replies) -> Aggregate:
-        return replies.aggregate(weighted=False, total={"variate": replies["variate"]})
-
-    def update(self, round: Round, aggregate: Aggregate) -> None:
-        trainable = slice(self.plan.layout.trainable)
-        share = aggregate.count / self.plan.clients
-        current, mean = self.state["model"], aggregate.mean["model"]
-        mean[trainable] = torch.lerp(current[trainable], mean[trainable], share)
-        self.state["model"] = mean
-        change = aggregate.total["variate"] / self.plan.clients
-        self.state["variate"] = self.state["variate"] + change
+    def step_length(self, aggregate: Aggregate) -> float:
+        return aggregate.count / self.plan.clients
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         general = inbox["variate"]

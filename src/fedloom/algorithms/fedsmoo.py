@@ -46,7 +46,7 @@ class FedSMOO(FedSpeed):
             offset = gradient - context["dual"] - context["common"]
             offset = self.rho * direction(offset)
             context["dual"].add_(offset - context["common"])
-            return loss, gradient_ahead(cohort, rows, batch, offset)
+            return loss, gradient_ahead(cohort, rows, batch, offset)[1]
 
         state = {"dual": dual, "common": common.clone()}
         reply = self.descend(cohort, inbox, gradient_fn, state)

@@ -1,17 +1,16 @@
 import copy
 from dataclasses import replace
 
-import torch
-
-from fedloom.algorithm import Algorithm, Facts, Round, algorithms
-from fedloom.algorithm.records import Aggregate, Message, Replies
+from fedloom.algorithm import Facts, algorithms
+from fedloom.algorithm.records import Aggregate, Message
+from fedloom.algorithms.server_step import PlainMeanStep
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.common.fields import Positive, Share
 from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedswa")
-class FedSWA(Algorithm):
+class FedSWA(PlainMeanStep):
     """FedSWA: local steps with a falling learning rate, and a longer step of the server.
 
     Step k = 0 .. tau - 1 of a round has the rate eta (1 - (1 - rho) k / tau). Server, uniform over
@@ -32,14 +31,8 @@ class FedSWA(Algorithm):
     needs = (require_constant_rate,)
     facts = Facts(anonymous=True)
 
-    def fold(self, round: Round, replies: Replies) -> Aggregate:
-        return replies.aggregate(weighted=False)
-
-    def update(self, round: Round, aggregate: Aggregate) -> None:
-        trainable = slice(self.plan.layout.trainable)
-        current, mean = self.state["model"], aggregate.mean["model"]
-        mean[trainable] = torch.lerp(current[trainable], mean[trainable], self.alpha)
-        self.state["model"] = mean
+    def step_length(self, aggregate: Aggregate) -> float:
+        return self.alpha
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         falling = copy.copy(cohort)

@@ -1,11 +1,11 @@
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Round, algorithms
-from fedloom.algorithm.records import Aggregate, Message, Plan, Replies, server_model
+from fedloom.algorithm import Round, algorithms
+from fedloom.algorithm.records import Aggregate, Message, Plan, server_model
+from fedloom.algorithms.server_step import VariateStep
 from fedloom.algorithms.statistics import mean_gradient, momentum_gain, require_sgd
 from fedloom.common.fields import Positive
 from fedloom.flat.module import Batch
@@ -13,7 +13,7 @@ from fedloom.local.cohort import Cohort, Context, Trained
 
 
 @algorithms.register("scaffold")
-class Scaffold(Algorithm):
+class Scaffold(VariateStep):
     """SCAFFOLD: local steps follow g - c_i + c, with control variates c_i of the client and c of
     the server, both `[T]`.
 
@@ -33,29 +33,13 @@ class Scaffold(Algorithm):
     option: Literal[1, 2] = 2
     server_learning_rate: Positive = 1.0
 
-    sends: ClassVar[tuple[str, ...]] = ("model", "variate")
-
     def setup(self, plan: Plan) -> None:
         if self.option == 2:
             require_sgd("scaffold with option 2", plan)
         super().setup(plan)
-        self.state["variate"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
 
-    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        layout = self.plan.layout
-        return {"model": (layout.size,), "variate": (layout.trainable,)}
-
-    def fold(self, round: Round, replies: Replies) -> Aggregate:
-        return replies.aggregate(weighted=False, total={"variate": replies["variate"]})
-
-    def update(self, round: Round, aggregate: Aggregate) -> None:
-        trainable = slice(self.plan.layout.trainable)
-        current = self.state["model"]
-        mean = aggregate.mean["model"]
-        mean[trainable] = torch.lerp(current[trainable], mean[trainable], self.server_learning_rate)
-        self.state["model"] = mean
-        change = aggregate.total["variate"] / self.plan.clients
-        self.state["variate"] = self.state["variate"] + change
+    def step_length(self, aggregate: Aggregate) -> float:
+        return self.server_learning_rate
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         server_variate = inbox["variate"]

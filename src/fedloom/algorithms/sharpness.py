@@ -17,8 +17,10 @@ def direction(vectors: Tensor) -> Tensor:
     return vectors / (lengths + TINY)
 
 
-def gradient_ahead(cohort: Cohort, rows: Tensor, batch: Batch, offset: Tensor) -> Tensor:
-    """Return the gradient at w + offset, and leave the weights w as they are.
+def gradient_ahead(
+    cohort: Cohort, rows: Tensor, batch: Batch, offset: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the gradient at w + offset, and leave the weights w as they are.
 
     Args:
         cohort: The clients.
@@ -27,19 +29,14 @@ def gradient_ahead(cohort: Cohort, rows: Tensor, batch: Batch, offset: Tensor) -
         offset: Displacement, `[k, T]`.
 
     Returns:
-        Gradients, `[k, T]`.
+        Losses `[k]` and gradients `[k, T]`.
     """
-    return loss_ahead(cohort, rows, batch, offset)[1]
-
-
-def loss_ahead(cohort: Cohort, rows: Tensor, batch: Batch, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss `[k]` and the gradient `[k, T]` at w + offset, as `gradient_ahead`."""
     weights = rows[:, : cohort.layout.trainable]
     current = weights.clone()
     weights.add_(offset)
-    loss, gradient = cohort.gradient(rows, batch)
+    result = cohort.gradient(rows, batch)
     weights.copy_(current)
-    return loss, gradient
+    return result
 
 
 def sharp_gradient(cohort: Cohort, rho: float) -> GradientFn:
@@ -54,7 +51,7 @@ def sharp_gradient(cohort: Cohort, rho: float) -> GradientFn:
         loss, gradient = cohort.gradient(rows, batch)
         if rho == 0:
             return loss, gradient
-        return loss, gradient_ahead(cohort, rows, batch, rho * direction(gradient))
+        return loss, gradient_ahead(cohort, rows, batch, rho * direction(gradient))[1]
 
     return gradient_fn
 
