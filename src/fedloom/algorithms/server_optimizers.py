@@ -3,6 +3,7 @@ update.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import field
 
 import torch
 from torch import Tensor
@@ -112,7 +113,7 @@ class FedYogi(FedAdam):
 
 
 @algorithms.register("fedadagrad")
-class FedAdagrad(ServerOptimizer):
+class FedAdagrad(FedAdam):
     """FedAvg with Adagrad on the server: m <- b1 m + (1 - b1) D, v <- v + D^2, w <- w_t + eta m /
     (sqrt(v) + tau).
 
@@ -128,16 +129,7 @@ class FedAdagrad(ServerOptimizer):
 
     learning_rate: Positive = 0.1
     beta1: BelowOne = 0.0
-    adaptivity: Positive = 1e-3
+    beta2: Probability = field(init=False, default_factory=lambda: 1.0)  # no decay
 
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        trainable = plan.initial[: plan.layout.trainable]
-        self.state["first_moment"] = torch.zeros_like(trainable)
-        self.state["second_moment"] = torch.full_like(trainable, self.adaptivity**2)
-
-    def step(self, update: Tensor) -> Tensor:
-        mean = self.beta1 * self.state["first_moment"] + (1 - self.beta1) * update
-        square = self.state["second_moment"] + update.square()
-        self.state |= {"first_moment": mean, "second_moment": square}
-        return self.learning_rate * mean / (square.sqrt() + self.adaptivity)
+    def second_moment(self, moment: Tensor, square: Tensor) -> Tensor:
+        return moment + square
