@@ -281,6 +281,17 @@ class Replies:
         weights = self.weights if weights is None else weights
         return weights.new_zeros(size).index_copy_(0, self.index, weights)
 
+    def with_rows(self, name: str, rows: Tensor) -> "Replies":
+        """Return the same replies with other rows of one name; the matrix is copied.
+
+        Args:
+            name: Name of the tensor.
+            rows: The new rows, `[r, ...]` as `replies[name]` has them, or one for all.
+        """
+        matrix = self.matrices[name].clone()
+        matrix[self.index.to(matrix.device)] = rows
+        return self.with_matrices({**self.matrices, name: matrix})
+
     def with_matrices(self, matrices: dict[str, Tensor]) -> "Replies":
         """Return the same replies with other matrices."""
         return replace(self, matrices=matrices)

@@ -54,9 +54,7 @@ class ClusterFedVARP(UsesStaleUpdates):
         rows = replies["model"].clone()
         rows[:, trainable] = sent + general + update - stored[member]
         self.state["cluster_updates"] = _means(update, member, stored)
-        matrix = replies.matrices["model"].clone()
-        matrix[replies.index.to(matrix.device)] = rows
-        return replies.with_matrices({**replies.matrices, "model": matrix})
+        return replies.with_rows("model", rows)
 
 
 def _means(update: Tensor, member: Tensor, stored: Tensor) -> Tensor:

@@ -57,17 +57,14 @@ class FisherMerge(Part):
     def rewrite(self, round: Round, replies: Replies) -> Replies:
         if not _is_last(round):
             return replies
-        matrices = dict(replies.matrices)
-        del matrices["fisher"]
         rows = replies["model"]
         weights = replies.weights.to(rows)
         merged = weighted_mean(rows, replies.weights)
         importance = _normalised(replies["fisher"], self.floor) * weights.unsqueeze(1)
         trainable = slice(self.plan.layout.trainable)
         merged[trainable] = (importance * rows[:, trainable]).sum(0) / importance.sum(0)
-        matrices["model"] = matrices["model"].clone()
-        matrices["model"][replies.index.to(rows.device)] = merged
-        return replies.with_matrices(matrices)
+        uploads = {name: rows for name, rows in replies.matrices.items() if name != "fisher"}
+        return replies.with_matrices(uploads).with_rows("model", merged)
 
 
 def fisher_information(cohort: Cohort, rows: Tensor) -> Tensor:

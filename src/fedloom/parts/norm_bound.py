@@ -44,9 +44,7 @@ class NormBound(Part):
         share = factors.to(rows).unsqueeze(1)
         rows = torch.where(longer.unsqueeze(1), sent + updates * share, rows)
         self.state["bounded"] = longer.double().mean().reshape(1).cpu()
-        matrix = replies.matrices["model"].clone()
-        matrix[replies.index.to(matrix.device)] = rows
-        return replies.with_matrices({**replies.matrices, "model": matrix})
+        return replies.with_rows("model", rows)
 
     def diagnose(self) -> dict[str, float]:
         return {"share_bounded": float(self.state["bounded"])}

@@ -79,9 +79,7 @@ class StaleUpdates(UsesStaleUpdates):
         rows = replies["model"].clone()
         rows[:, trainable] = sent + step
         self._remember(round, self.changes(replies, change))
-        matrix = replies.matrices["model"].clone()
-        matrix[replies.index.to(matrix.device)] = rows
-        return replies.with_matrices({**replies.matrices, "model": matrix})
+        return replies.with_rows("model", rows)
 
     def _remember(self, round: Round, changes: Tensor) -> None:
         """Add the changes of the clients' updates `[r, T]` to the mean over all clients."""
