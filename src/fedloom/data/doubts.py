@@ -39,9 +39,9 @@ def doubtful_columns(table: Any, roles: Columns, rows: npt.NDArray[np.int64]) ->
         if roles.is_categorical(name, cells):
             texts, index = categories(cells)
             counts = np.bincount(index, minlength=len(texts))
-            few = [text for text, count in zip(texts, counts, strict=True) if text and count]
-            few = [text for text in few if counts[texts.index(text)] < roles.smallest]
-            rare |= {name: len(few)} if few else {}
+            pairs = zip(texts, counts.tolist(), strict=True)
+            few = sum(bool(text) and 0 < count < roles.smallest for text, count in pairs)
+            rare |= {name: few} if few else {}
             if name not in roles.categorical:
                 notices += _doubtful_text(texts, index, rows, title)
         elif not holds_dates(cells):

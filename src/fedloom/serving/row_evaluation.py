@@ -234,15 +234,21 @@ def _texts(cells: Any) -> list[str]:
     return [texts[place] for place in index.tolist()]
 
 
+def _filled(cells: Any, outputs: ModelOutputs) -> str:
+    """Return the name of the column of labels in errors; raise `DataError` for an empty cell."""
+    title = f"column {quoted(outputs.name or 'labels')}"
+    if empty := first_empty(cells):
+        raise DataError(f"{title} {empty}: leave these rows out")
+    return title
+
+
 def class_numbers(cells: Any, outputs: ModelOutputs) -> npt.NDArray[np.int64]:
     """Return the class of each cell of a column of labels, `[n]`.
 
     Raises:
         DataError: A cell is empty or no class of the model.
     """
-    title = f"column {quoted(outputs.name or 'labels')}"
-    if empty := first_empty(cells):
-        raise DataError(f"{title} {empty}: leave these rows out")
+    title = _filled(cells, outputs)
     places = {name: number for number, name in enumerate(outputs.classes)}
     texts, index = categories(cells)
     for position, text in enumerate(texts):
@@ -262,9 +268,7 @@ def true_numbers(cells: Any, outputs: ModelOutputs) -> npt.NDArray[np.float64]:
     Raises:
         DataError: A cell is empty or no number.
     """
-    title = f"column {quoted(outputs.name or 'labels')}"
-    if empty := first_empty(cells):
-        raise DataError(f"{title} {empty}: leave these rows out")
+    title = _filled(cells, outputs)
     if is_text(cells.type):
         raise DataError(f"{title} is text, and the model predicts numbers")
     return numbers(cells, title)[:, 0]

@@ -90,12 +90,13 @@ def python_configuration(
         }
         variants[text] = replace(variant, objects=objects.trained_with(training), own=dict(own))
     plan = replace(plan, objects=objects, own=dict(own), variants=variants)
-    first = (plan.seeds or [plan.seed])[0]
-    for setting in plan.settings.values():
-        for name in setting.own:
-            single = setting.of(name)
-            if single.objects is not None:
-                single.objects.task(first)  # its settings must fit those of the task
+    if own:
+        of_task = objects.task((plan.seeds or [plan.seed])[0]).training
+        for setting in plan.settings.values():
+            for name in setting.own:
+                single = setting.of(name).objects
+                if single is not None:
+                    replace(of_task, **single.training)  # raises where they do not fit
     return plan
 
 

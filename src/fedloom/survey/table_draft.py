@@ -101,13 +101,13 @@ def table_draft(table: Any, target: str = "", group: str = "") -> TableDraft:
 def _guess(names: Sequence[str], known: Sequence[str]) -> str:
     """Return the first column with a known name, or with a known word in its name; "" for none."""
     exact = [name for word in known for name in names if name.lower() == word]
-    parts = [
-        name
-        for word in known
-        for name in names
-        if word in name.lower().replace("-", "_").split("_")
-    ]
+    parts = [name for word in known for name in names if word in _words(name)]
     return [*exact, *parts, ""][0]
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of the name of a column."""
+    return name.lower().replace("-", "_").split("_")
 
 
 def _owns(cells: Any) -> bool:
@@ -127,8 +127,7 @@ def _reason(name: str, cells: Any) -> str:
     if is_text(cells.type):
         return "has nearly as many values as rows" if identifies_rows(cells) else ""
     numbered = pa.types.is_integer(cells.type) and len(cells.unique()) == len(cells) > _MOST_CLASSES
-    words = name.lower().replace("-", "_").split("_")
-    if numbered and {*words} & {"id", "no", "nr", "number", "key", "index", "row", "mrn"}:
+    if numbered and {*_words(name)} & {"id", "no", "nr", "number", "key", "index", "row", "mrn"}:
         return "numbers the rows"
     return ""
 
@@ -149,10 +148,9 @@ def _add_classes(draft: TableDraft, cells: Any) -> None:
         return
     texts, index = categories(cells.drop_null())
     counts = np.bincount(index, minlength=len(texts))
-    order = np.argsort(-counts, kind="stable")[:_LISTED]
-    listed = ", ".join(f"{texts[k]} {counts[k] / counts.sum():.1%}" for k in order.tolist())
-    more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
-    draft.notes.append(f"classes: {listed}{more}")
+    order = np.argsort(-counts, kind="stable").tolist()
+    shares = [f"{texts[k]} {counts[k] / counts.sum():.1%}" for k in order]
+    draft.notes.append(f"classes: {_cut(shares)}")
     if counts.min() < counts.sum() / 10:
         draft.notes.append(
             "the rarest class has few rows: judge models by `fedloom evaluate` (auc, f1), not by "
@@ -185,11 +183,15 @@ def _add_clients(draft: TableDraft, table: Any) -> None:
         return
     texts, index = categories(table.column(draft.group))
     counts = np.bincount(index, minlength=len(texts)).tolist()
-    pairs = sorted(zip(texts, counts, strict=True))[:_LISTED]
-    listed = ", ".join(f"{text} {count}" for text, count in pairs)
-    more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+    rows = [f"{text} {count}" for text, count in sorted(zip(texts, counts, strict=True))]
     source = "one file each" if draft.group == CLIENT else f"by {draft.group}"
-    draft.notes.append(f"{len(texts)} clients, {source}, with their rows: {listed}{more}")
+    draft.notes.append(f"{len(texts)} clients, {source}, with their rows: {_cut(rows)}")
+
+
+def _cut(entries: Sequence[str]) -> str:
+    """Return the first entries in one line, and the number of the others."""
+    more = f" and {len(entries) - _LISTED} more" if len(entries) > _LISTED else ""
+    return ", ".join(entries[:_LISTED]) + more
 
 
 def _written(path: str, name: str, draft: TableDraft) -> str:
