@@ -161,13 +161,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _left_behind() -> list[str]:
-    """Return the temporary files of fedloom that no object of this process will remove."""
+    """Return the temporary files of fedloom that no object of this process will remove.
+
+    A file lock stays, since removing it would let two processes hold it.
+    """
     gc.collect()
     kept = set()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         if (alive := finalizer.peek()) is not None:
             kept.update(map(str, alive[2]))
-    return sorted(str(path) for path in TEMPORARY.glob("fedloom*") if str(path) not in kept)
+    found = [path for path in TEMPORARY.glob("fedloom*") if path.suffix != ".lock"]
+    return sorted(str(path) for path in found if str(path) not in kept)
 
 
 @pytest.hookimpl(trylast=True)

@@ -52,7 +52,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a comparison of two runs with recordings, and its page."""
     folder = tmp_path_factory.mktemp("compared") / "pair"
     table = {
-        "name": "pair", "directory": str(folder), "rounds": 2, "participation": 1.0, "model": "logistic",
+        "name": "pair", "directory": str(folder), "rounds": 3, "participation": 1.0, "model": "logistic",
         "algorithms": ["fedavg", "fedala"], "seeds": [0], "evaluate_every": 1, "personal_every": 1,
         "record": ["ala(client=0)", "trajectory(client=0, grid=3)"],
         "data": {"name": "digits", "clients": 2, "partition": "iid", "local_test": 0.25},

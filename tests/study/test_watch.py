@@ -278,14 +278,12 @@ def test_the_page_follows_a_run_and_stays_where_the_reader_left_it(
         wait_for(
             browser, "document.getElementById('watch').textContent.includes('2 of 2 finished')"
         )
-        assert browser.run("scrollY") == 600
-        assert (
-            browser.run("document.querySelectorAll('.chip')[0].getAttribute('aria-pressed')")
-            == "false"
-        )
-        assert (
-            browser.run("document.querySelectorAll('.chip')[1].getAttribute('aria-pressed')")
-            == "true"
+        # The page may load once more, so everything is read at one moment.
+        wait_for(
+            browser,
+            "scrollY === 600 && document.documentElement.dataset.drawn === 'all' && "
+            "[...document.querySelectorAll('.chip')].map(chip => chip.ariaPressed).join() "
+            "=== 'false,true'",
         )
         browser.call(
             "Emulation.setDeviceMetricsOverride",

@@ -164,7 +164,8 @@ def parameters(make: Any) -> dict[str, inspect.Parameter]:
     made = {
         entry.name: entry.default_factory()
         for entry in dataclasses.fields(make)
-        if entry.default_factory is not dataclasses.MISSING and entry.name in signature
+        # A class of a notebook is pickled by value, with a copy of `dataclasses.MISSING`.
+        if callable(entry.default_factory) and entry.name in signature
     }
     return {n: p.replace(default=made[n]) if n in made else p for n, p in signature.items()}
 
