@@ -37,6 +37,13 @@ class ClientFiles:
     def read(self, client: int, version: int) -> Tensors:
         """Return a version of the client's memory.
 
+        Args:
+            client: Number of the client.
+            version: Number of the version, one of those that `scan` lists.
+
+        Returns:
+            The tensors by name, as `write` received them.
+
         Raises:
             DamagedCheckpoint: The file is missing or was changed.
         """

@@ -64,6 +64,10 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Make a folder and its missing parents.
 
+    Args:
+        path: The folder; nothing happens if it exists.
+        mode: Permissions of a new folder. The parents have those of the process.
+
     Raises:
         CheckpointError: The folder cannot be made.
     """
@@ -74,7 +78,15 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def temporary_folder(owner: object, kind: str) -> Path:
-    """Make a folder for files of this kind. It is removed with its owner or this process."""
+    """Make a folder for files of this kind. It is removed with its owner or this process.
+
+    Args:
+        owner: The object that uses the files. The folder is removed when it is garbage collected.
+        kind: A word for the folder's name, such as `pool`.
+
+    Returns:
+        The folder, below the system's folder for temporary files.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"fedloom-{kind}-"))
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -138,6 +150,10 @@ def read_file(path: Path) -> bytes:
 def write_text(path: Path, text: str) -> None:
     """Write a text file.
 
+    Args:
+        path: The file, which is replaced if it exists.
+        text: The content, which is encoded as UTF-8.
+
     Raises:
         CheckpointError: The file cannot be written.
     """
@@ -145,7 +161,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
-    """Write a file; `mode` and `durable` as in `replacing`.
+    """Write a file, completely or not at all.
+
+    Args:
+        path: The file, which is replaced if it exists.
+        content: All its bytes.
+        mode: As in `replacing`.
+        durable: As in `replacing`.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -158,7 +180,12 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool 
 
 
 def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
-    """Append a line, completely or not at all; `durable` as in `replacing`.
+    """Append a line, completely or not at all.
+
+    Args:
+        path: The file, which is made if it does not exist.
+        line: The bytes to append, with the line break at the end.
+        durable: As in `replacing`.
 
     Raises:
         CheckpointError: The line cannot be written.
@@ -178,7 +205,17 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
 
 
 def not_written(path: Path, error: OSError, size: int) -> CheckpointError:
-    """Return the error to raise if `size` bytes cannot be written to `path`."""
+    """Return the error to raise if `size` bytes cannot be written to `path`.
+
+    Args:
+        path: The file, for the message.
+        error: The system's error.
+        size: Bytes that the writer needed.
+
+    Returns:
+        `DiskFull` if the disk or the quota is full or the file is too large, else a plain
+        `CheckpointError`.
+    """
     reason = error.strerror or error
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DiskFull(f"{path} cannot be written: it needs {size:,} bytes ({reason})")

@@ -47,6 +47,13 @@ class PoolFiles:
         """Return True if a tensor of this size is stored in a file.
 
         Tensors of an accelerator stay there.
+
+        Args:
+            tensor_bytes: Size of the tensor in bytes.
+            device: Device of the tensor; None is the CPU.
+
+        Returns:
+            True above the budget of bytes on the CPU.
         """
         return (
             self.budget is not None
@@ -58,6 +65,14 @@ class PoolFiles:
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
     ) -> Tensor:
         """Return an uninitialised tensor.
+
+        Args:
+            shape: Shape of the tensor, usually `[models, P]`.
+            dtype: Type of its numbers.
+            device: Device of the tensor; None is the default device, usually the CPU.
+
+        Returns:
+            A new tensor with any numbers, mapped from a new file if `takes` is True for its size.
 
         Raises:
             CheckpointError: The disk has no room for its file.

@@ -87,7 +87,13 @@ class ClientStore:
         return tensors
 
     def write(self, client: int, tensors: Tensors) -> None:
-        """Add or replace named tensors of one client. The caller must not change them any more."""
+        """Add or replace named tensors of one client.
+
+        Args:
+            client: Number of the client.
+            tensors: Tensors by name; the client's other tensors remain. The caller must not change
+                them any more.
+        """
         remembered = self.read(client)
         if self._undoable and client not in self._undo:
             self._undo[client] = remembered

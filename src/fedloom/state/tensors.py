@@ -69,6 +69,9 @@ def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[s
         path: The file.
         **expected: Entries that the metadata must have.
 
+    Returns:
+        The tensors by name in the order of the file, on the CPU, and the metadata: texts by name.
+
     Raises:
         DamagedCheckpoint: The file is missing, incomplete, of another format, or was changed.
     """
