@@ -197,6 +197,10 @@ def withhold(task: Task, share: float, seed: int) -> Task:
         share: Share of the samples to hold out, in (0, 1).
         seed: Draws the held-out samples.
 
+    Returns:
+        A copy of the task. The partition has the remaining training samples, and `test` has the
+        held-out samples in the order of the data.
+
     Raises:
         InvalidValue: `share` is out of range, or every client has a single sample.
     """

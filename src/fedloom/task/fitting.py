@@ -17,7 +17,19 @@ from fedloom.task import Task
 def fitted(
     dataset: Dataset, pool: Samples, test: Samples, rows: Tensor
 ) -> tuple[Dataset, Samples, Samples]:
-    """Fit the preprocessing to the `rows` of `pool` that clients train on; apply it everywhere."""
+    """Fit the preprocessing to the `rows` of `pool` that clients train on; apply it everywhere.
+
+    Args:
+        dataset: The data set. Only encodings of tables and standardised targets are fitted.
+        pool: Samples of the clients, n of them.
+        test: Samples of the global test set.
+        rows: Indices in `pool` of the training samples, `[t]`. None of the other samples changes
+            the fit.
+
+    Returns:
+        The data set with its fitted encoding and objective, then `pool` and `test` in the units of
+        the fit.
+    """
     encoding = dataset.encoding
     objective = dataset.objective
     if isinstance(encoding, TableInputs):
@@ -42,6 +54,14 @@ def fitted(
 def in_type_of(model: nn.Module, samples: Samples) -> Samples:
     """Return the samples with float64 inputs converted to a type of the model's parameters.
 
+    Args:
+        model: The model; its parameters may have several types.
+        samples: Samples with inputs `[n, ...]`. Lazy inputs and integers stay unchanged.
+
+    Returns:
+        The samples, with the type of the model's first floating-point parameter if no parameter has
+        float64.
+
     Raises:
         InvalidValue: An input is NaN or infinite.
     """
@@ -63,6 +83,9 @@ def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:
         task: The task.
         noise: The label noise.
         seed: Draws the noise.
+
+    Returns:
+        A copy of the task, with the correct labels of the training samples in `true_labels`.
     """
     labels = task.train.labels
     noisy = noise.apply(labels.cpu().numpy(), task.partition, task.dataset.classes, seed)

@@ -40,6 +40,10 @@ def dataset_of(
 
     Returns:
         The data set with its objective and metrics.
+
+    Raises:
+        InvalidValue: `target`, `group` or an option is given with a name or a `Dataset`, or an
+            objective or a metric does not fit.
     """
     loss = None if objective is None else build_objective(objective, metrics)
     if not isinstance(data, str | Dataset):
@@ -85,7 +89,16 @@ def training_of(options: Mapping[str, Any]) -> Training:
 def initial_module(
     model: str | nn.Module | Callable[..., nn.Module], spec: DataSpec, seed: int
 ) -> nn.Module:
-    """Return a copy of the user's module, or a new module with weights drawn by the seed."""
+    """Return a copy of the user's module, or a new module with weights drawn by the seed.
+
+    Args:
+        model: A module, the expression of a model, or a function or class that makes a module.
+        spec: Shape of the inputs and number of outputs, for models that are made here.
+        seed: Draws the initial weights. A module has its weights already, so it ignores the seed.
+
+    Returns:
+        A module that shares no tensor with the argument.
+    """
     if isinstance(model, nn.Module):
         model = unwrapped(model)
         require_copyable(model)
