@@ -72,8 +72,17 @@ class Survey:
 
 
 def read_bounds(texts: Iterable[str], source: str) -> dict[str, tuple[float, float]]:
-    """Return bounds by column of texts such as `age=0,120`. Raises `InvalidValue`, naming the
-    source, for others.
+    """Return bounds by column of texts such as `age=0,120`.
+
+    Args:
+        texts: Texts of the form COLUMN=LOW,HIGH. The last text of a column counts.
+        source: Where the texts come from, such as an option, for errors.
+
+    Returns:
+        The lowest and the highest value of each column, in the column's units.
+
+    Raises:
+        InvalidValue: A text has another form.
     """
     bounds = {}
     for text in texts:

@@ -145,7 +145,15 @@ def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statisti
 
 
 def client_columns(task: Task, client: int) -> dict[str, Values]:
-    """Return a client's training samples as columns."""
+    """Return a client's training samples as columns.
+
+    Args:
+        task: The task.
+        client: Number of the client.
+
+    Returns:
+        The columns by name, as in `columns_of`, in the units before standardisation.
+    """
     rows = task.dataset.train  # before standardisation
     if len(task.train) != len(rows):  # merged
         rows = rows.concatenate(task.dataset.test)
@@ -155,6 +163,14 @@ def client_columns(task: Task, client: int) -> dict[str, Values]:
 def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
     """Return samples as columns: a table's in their units, features, pixels by channel or numbers
     of tokens; then the target.
+
+    Args:
+        dataset: The data set of the samples, with the encoding and the names of classes.
+        samples: n samples, with inputs `[n, ...]`.
+
+    Returns:
+        The columns by name, the target last. Numbers are float64, `[n]` or `[n, values]`; pixels
+        are shares of 255. Categories are texts `[n]`, None for an empty cell.
     """
     inputs, labels = in_memory(samples.inputs).cpu(), samples.labels.cpu()
     columns: dict[str, Tensor | Values] = {}
@@ -346,6 +362,14 @@ def _squares(values: Values, about: _About, least: int, noise: float) -> list[fl
 def shared_rows(rows: Values, smallest: int) -> Values:
     """Return rows `[bins]` of which every stretch that holds any holds `smallest` or more, shared
     evenly by its bins.
+
+    Args:
+        rows: Rows of the client in each bin, `[bins]`.
+        smallest: Fewest rows that a stretch of neighbouring bins may hold.
+
+    Returns:
+        Rows of each bin, `[bins]`: the mean over its stretch. Their sum is unchanged, or 0 if all
+        bins together hold fewer than `smallest` rows.
     """
     stretches: list[list[int]] = []
     total, filled = smallest, np.flatnonzero(rows).tolist()

@@ -60,6 +60,9 @@ def draft_configuration(path: str, name: str, target: str = "", group: str = "")
         target: Column to learn, if not to be guessed.
         group: Column that names the client of a row, if not to be guessed.
 
+    Returns:
+        The text of a TOML file. Its comments describe the columns and the reason of each guess.
+
     Raises:
         DataError: The file cannot be read, or has no column to learn.
         InvalidValue: The table has no column of this name.
@@ -71,7 +74,20 @@ def draft_configuration(path: str, name: str, target: str = "", group: str = "")
 
 
 def table_draft(table: Any, target: str = "", group: str = "") -> TableDraft:
-    """Return the roles of the columns of an Arrow table; see `draft_configuration`."""
+    """Return the roles of the columns of an Arrow table.
+
+    Args:
+        table: The table, with a column `CLIENT` if it was read from one file per client.
+        target: As in `draft_configuration`.
+        group: As in `draft_configuration`.
+
+    Returns:
+        The roles, with a reason for each excluded column and notes about the data.
+
+    Raises:
+        DataError: No column is left to learn from.
+        InvalidValue: The table has no column `target` or `group`.
+    """
     names = [name for name in table.column_names if name != CLIENT]
     for role, chosen in (("target", target), ("group", group)):
         if chosen and chosen not in names:
