@@ -74,7 +74,15 @@ class RunsFailed(FedloomError):
 
 
 def require_finished(failed: Mapping[RunName, str], runs: int) -> None:
-    """Raise `RunsFailed`, with the first reason, if any of the runs failed."""
+    """Raise `RunsFailed`, with the first reason, if any of the runs failed.
+
+    Args:
+        failed: Reasons of the failed runs by name, each on one line.
+        runs: Number of all runs, for the message.
+
+    Raises:
+        RunsFailed: `failed` is not empty.
+    """
     for name, reason in failed.items():
         raise RunsFailed(f"{len(failed)} of {runs} runs failed, the first ({name}): {reason}")
 
@@ -100,6 +108,12 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
         runs: Number of runs.
         rounds: Number of rounds, of all runs or by run.
         quiet: Show no progress.
+
+    Yields:
+        The display, which is called with the events of runs, and the function.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed twice, or before a run has started.
     """
     from fedloom.runs.progress import progress
 

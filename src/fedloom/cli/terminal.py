@@ -46,7 +46,15 @@ def print_tables(sheets: Sequence[Sheet]) -> None:
 
 
 def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
-    """Return the comparison of one setting, in tables that fit into `width` terminal columns."""
+    """Return the comparison of one setting, in tables that fit into `width` terminal columns.
+
+    Args:
+        sheet: The comparison.
+        width: Columns of the terminal. Further columns of a table go to further tables.
+
+    Returns:
+        One or more tables for each table of the sheet. Each has a line per method.
+    """
     room = width - _SHORTEST - 2
     return [table for half in sheet.halves() for table in _fitting(half, room)]
 
@@ -57,6 +65,9 @@ def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
     Args:
         sheets: The comparison of each setting.
         width: Columns of the terminal; further settings go to further tables.
+
+    Returns:
+        Tables with a line per method and a column per setting. The last has the caption.
     """
     table = overall(sheets)
     return _fitting(table, width - min(_sizes(table)[0], _LONGEST), caption(sheets))
@@ -88,13 +99,29 @@ def _sizes(table: "pandas.DataFrame") -> list[int]:
 
 
 def difference_tables(sheet: Sheet, width: int) -> list[Table]:
-    """Return the differences from the reference, with the corrected p of both tests."""
+    """Return the differences from the reference, with the corrected p of both tests.
+
+    Args:
+        sheet: The comparison of one setting.
+        width: Columns of the terminal; further measures go to further tables.
+
+    Returns:
+        Tables with a line per method. The last has the title of the tests as its caption.
+    """
     title, table = sheet.differences
     return _fitting(table, width - _SHORTEST - 2, title)
 
 
 def statistics_tables(statistics: column_statistics.Statistics, width: int) -> list[Table]:
-    """Return the clients' statistics in tables that fit the width."""
+    """Return the clients' statistics in tables that fit the width.
+
+    Args:
+        statistics: Statistics of all clients.
+        width: Columns of the terminal; further statistics go to further tables.
+
+    Returns:
+        Tables with a line per column of the data. The last has the caption.
+    """
     room = width - max(_SHORTEST, *map(len, statistics.columns))
     return _fitting(
         column_statistics.statistics_table(statistics), room, column_statistics.caption(statistics)
@@ -109,7 +136,15 @@ def _frame(title: str, caption: str) -> Table:
 
 
 def shown_table(table: "pandas.DataFrame", caption: str = "") -> Table:
-    """Return a table of the report for the terminal; its titles may wrap, its cells do not."""
+    """Return a table of the report for the terminal; its titles may wrap, its cells do not.
+
+    Args:
+        table: The table, with `Cell` values and `Column` titles. Its first column names the lines.
+        caption: A line below the table; by default none.
+
+    Returns:
+        The table, with its best values in bold.
+    """
     shown = _frame(table.columns[0].title, caption)
     for column, size in zip(table.columns[1:], _sizes(table)[1:], strict=True):
         shown.add_column(Text(column.title), justify="right", width=size - 2)

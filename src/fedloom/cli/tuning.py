@@ -74,7 +74,21 @@ def tune(
 def tuned_plan(
     file: Path, overrides: Overrides, tune: Sequence[str], trials: int | None, quiet: bool
 ) -> Configuration:
-    """Return the configuration of a comparison, after the searches of its methods."""
+    """Return the configuration of a comparison, after the searches of its methods.
+
+    Args:
+        file: The configuration file.
+        overrides: Changes of its keys, each as KEY=VALUE.
+        tune: Values to search, each as KEY=VALUES; empty for no search.
+        trials: Number of trials of each method; None for whole grids.
+        quiet: Show no progress of the searches.
+
+    Returns:
+        The configuration, with the best settings of each method if there was a search.
+
+    Raises:
+        InvalidValue: `trials` is given without `tune`, or as in `tune_methods`.
+    """
     from fedloom.runs.config_file import configuration, put, read_table
     from fedloom.study.tuned_comparison import tune_methods
 
