@@ -75,12 +75,27 @@ def load_model(
 
 
 def kept_model(folder: Path, number: int) -> Path:
-    """Return the file of the global model of a round, which `keep_models` saves."""
+    """Return the file of the global model of a round, which `keep_models` saves.
+
+    Args:
+        folder: The folder of the run.
+        number: Number of the round, from 1.
+
+    Returns:
+        The path of the file, which may not exist.
+    """
     return folder / "models" / f"round-{number:07d}.safetensors"
 
 
 def load_row(folder: Path, client: int) -> Tensor:
     """Read the personal model `[P]` of a client.
+
+    Args:
+        folder: The folder of the run.
+        client: Number of the client in the task.
+
+    Returns:
+        All weights of the model in one vector, `[P]`, on the CPU.
 
     Raises:
         InvalidValue: The run has no such model.

@@ -21,6 +21,9 @@ def evaluate_file(predictor: Predictor, path: Path, by: str = "", **options: Any
         by: Column that names the client of each row; of several files, by default their names.
         options: As for `Predictor.evaluate`.
 
+    Returns:
+        The metrics over all rows, and by client if the clients are known.
+
     Raises:
         DataError: The file cannot be read, or does not fit the model.
         InvalidValue: The model was not trained on a table.

@@ -265,6 +265,13 @@ class Predictor:
         Args:
             data: As for `predict`.
             source: Name of the data, for errors.
+
+        Returns:
+            Outputs `[n, ...]` on the CPU: `[n, classes]` for classes.
+
+        Raises:
+            InvalidValue: There are no samples.
+            DataError: The data do not fit the model.
         """
         inputs, notices = self.preprocessing.apply(data, source)
         if not len(inputs):
@@ -313,6 +320,9 @@ class Predictor:
             tokens: Largest number of tokens that follow, at least 1.
             temperature: 0 takes the most likely token; higher values draw more freely.
             seed: The seed of the draws.
+
+        Returns:
+            The text, with the continuation at its end.
 
         Raises:
             InvalidValue: The model predicts no tokens of a text.

@@ -119,6 +119,10 @@ def row_evaluation(
         threshold: See `Predictor.evaluate`.
         worst: Number of rows with the highest loss.
 
+    Returns:
+        Metrics with a line for all rows and one for each client, the confusion matrix of classes,
+        and the `worst` rows by their loss.
+
     Raises:
         InvalidValue: A name is unknown, or a threshold does not fit the model.
     """
@@ -197,6 +201,10 @@ def labelled(
         labels: Labels `[n]`; None if they are a column of the table.
         by: Column with the client of each row, or the clients `[n]`; empty for none.
         target: Column of the labels.
+
+    Returns:
+        The rows without the columns of labels and clients, the column of labels `[n]`, and the
+        names of the clients `[n]`, None if there are none.
     """
     import pyarrow as pa
 
@@ -215,7 +223,16 @@ def labelled(
 
 
 def require_lengths(rows: int, cells: Any, clients: Sequence[str] | None) -> None:
-    """Raise `InvalidValue` unless each row has a label and, if clients are named, a client."""
+    """Raise `InvalidValue` unless each row has a label and, if clients are named, a client.
+
+    Args:
+        rows: Number of rows.
+        cells: The column of labels.
+        clients: Names of the clients by row; None for no names.
+
+    Raises:
+        InvalidValue: A length differs from the number of rows.
+    """
     for found, kind in ((cells, "labels"), (clients, "clients")):
         if found is not None and len(found) != rows:
             raise InvalidValue(f"{rows} rows, but {len(found)} {kind}: give one for each row")
@@ -245,6 +262,13 @@ def _filled(cells: Any, outputs: ModelOutputs) -> str:
 def class_numbers(cells: Any, outputs: ModelOutputs) -> npt.NDArray[np.int64]:
     """Return the class of each cell of a column of labels, `[n]`.
 
+    Args:
+        cells: Arrow column of labels, `[n]`, as names of classes.
+        outputs: Names of the model's classes in their order.
+
+    Returns:
+        The numbers of the classes, `[n]`, in [0, classes).
+
     Raises:
         DataError: A cell is empty or no class of the model.
     """
@@ -264,6 +288,13 @@ def class_numbers(cells: Any, outputs: ModelOutputs) -> npt.NDArray[np.int64]:
 
 def true_numbers(cells: Any, outputs: ModelOutputs) -> npt.NDArray[np.float64]:
     """Return the number of each cell of a column of labels, `[n]`.
+
+    Args:
+        cells: Arrow column of labels, `[n]`.
+        outputs: Name of the target, for errors.
+
+    Returns:
+        The numbers `[n]`, in the units of the target.
 
     Raises:
         DataError: A cell is empty or no number.

@@ -169,6 +169,9 @@ def scores(answers: ClassAnswers | NumberAnswers, metrics: Sequence[str] = ()) -
         answers: Answers to at least one row.
         metrics: Names of metrics; by default all that fit.
 
+    Returns:
+        Each metric over all the rows; shares and probabilities are in [0, 1].
+
     Raises:
         InvalidValue: A name is unknown or of another kind of model.
     """
