@@ -142,7 +142,15 @@ class Algorithm(Method):
         return inbox["model"]
 
     def shared(self, module: nn.Module, layout: Layout) -> Unit:
-        """Return the slices of a row that travel as "model"; by default the whole row."""
+        """Return the slices of a row that travel as "model"; by default the whole row.
+
+        Args:
+            module: The architecture. Methods choose layers by it; its weights have no meaning.
+            layout: Position of each tensor in a row `[P]`.
+
+        Returns:
+            Slices in increasing order.
+        """
         return (slice(0, layout.size),)
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
@@ -163,12 +171,29 @@ class Algorithm(Method):
 
 
 def as_spec(value: tuple[int, ...] | TensorSpec, layout: Layout) -> TensorSpec:
-    """Return an entry of `Algorithm.expects` with its type, by default the model's type."""
+    """Return an entry of `Algorithm.expects` with its type, by default the model's type.
+
+    Args:
+        value: A shape without the dimension of clients, or a shape with a type.
+        layout: Layout of the model, which gives the default type.
+
+    Returns:
+        The shape of one client's tensor, and its type.
+    """
     return value if isinstance(value, TensorSpec) else TensorSpec(tuple(value), layout.dtype)
 
 
 def overrides(kind: type[Method], base: type[Method], names: Iterable[str]) -> bool:
-    """Return True if a class of methods overrides one of the named functions of `base`."""
+    """Return True if a class of methods overrides one of the named functions of `base`.
+
+    Args:
+        kind: The class to examine.
+        base: The interface with the default functions.
+        names: Names of functions of `base`.
+
+    Returns:
+        False if all these functions are the defaults.
+    """
     return any(getattr(kind, name) is not getattr(base, name) for name in names)
 
 

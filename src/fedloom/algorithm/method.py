@@ -135,7 +135,13 @@ def state_of(method: Method) -> dict[str, Tensor]:
 
 
 def restore_state(method: Method, full: Mapping[str, Tensor]) -> None:
-    """Restore the states that `state_of` returned."""
+    """Restore the states that `state_of` returned.
+
+    Args:
+        method: A method with the same inner methods as the one that was saved. Its states are
+            replaced.
+        full: Tensors by path: `model`, or `inner0.model` for the first inner method.
+    """
     method.state = {name: tensor for name, tensor in full.items() if "." not in name}
     for k, inner in method._leading():
         prefix = f"inner{k}."

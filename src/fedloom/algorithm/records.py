@@ -48,6 +48,9 @@ def started_from(start: Tensor, inbox: Message) -> Message:
     Args:
         start: The models to start from, `[k, ...]`.
         inbox: The inbox with the server's model.
+
+    Returns:
+        A new inbox. The given inbox stays unchanged.
     """
     return {**inbox, "model": start, SERVER_MODEL: server_model(inbox)}
 
@@ -287,6 +290,9 @@ class Replies:
         Args:
             name: Name of the tensor.
             rows: The new rows, `[r, ...]` as `replies[name]` has them, or one for all.
+
+        Returns:
+            New replies. Tensors with other names are shared, not copied.
         """
         matrix = self.matrices[name].clone()
         matrix[self.index.to(matrix.device)] = rows
@@ -431,6 +437,9 @@ def uniform(round: Round) -> tuple[int, ...]:
     The cost grows with the participants only: Robert Floyd's sampling, then a shuffle. In a
     `poisson` round each client takes part independently with probability `participants` /
     `clients`, so the number of participants varies and may be 0.
+
+    Args:
+        round: The round, with its numbers of clients and participants and its random stream.
 
     Returns:
         The clients in the order of their slots.

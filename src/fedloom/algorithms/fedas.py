@@ -73,6 +73,9 @@ def misalignment(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tenso
         net: The model. Its features are z.
         batch: The samples.
         context: `means [Y, d]`, the class means p_c.
+
+    Returns:
+        The loss of the batch, a scalar.
     """
     features = net.both(batch.inputs)[0].flatten(1)
     distance = (features - context["means"][batch.labels]).square().mean(1)

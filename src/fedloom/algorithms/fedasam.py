@@ -71,8 +71,14 @@ class FedSAM(Algorithm):
         return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, pad=True).model}
 
     def scale(self, layout: Layout, weights: Tensor) -> Tensor:
-        """Return T(w), `[k, T]`, for the trainable parameters `weights [k, T]`. The perturbation is
-        rho T^2 g / ||T g||.
+        """Return T(w) of the trainable parameters; the perturbation is rho T^2 g / ||T g||.
+
+        Args:
+            layout: Positions and names of the tensors in a row.
+            weights: Trainable parameters w, `[k, T]`.
+
+        Returns:
+            Factors of the coordinates, `[k, T]`; 1 for plain SAM.
         """
         return torch.ones_like(weights)
 

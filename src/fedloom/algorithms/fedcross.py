@@ -106,8 +106,14 @@ class FedCross(Indep):
 
 
 def in_order(count: int, number: int) -> Tensor:
-    """Return the partner of each of `count` models in round `number`, `[count]`: a shift that
-    changes with the round.
+    """Return the partner of each model in a round: a shift that changes with the round.
+
+    Args:
+        count: Number of models K, at least 2.
+        number: Number of the round, from 1.
+
+    Returns:
+        Index of each model's partner, int64 `[K]`. No model is its own partner.
     """
     return (torch.arange(count) + (number - 1) % (count - 1) + 1) % count
 

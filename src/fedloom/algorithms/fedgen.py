@@ -234,6 +234,9 @@ def sameness(features: Tensor, noise: Tensor) -> Tensor:
     Args:
         features: Generated features z, `[b, d]`.
         noise: Their noise, `[b, noise]`.
+
+    Returns:
+        A scalar in (0, 1]. It is smaller if different noise gives different features.
     """
     distance = torch.cdist(features, features, p=1) / features.shape[1]
     noise_distance = (

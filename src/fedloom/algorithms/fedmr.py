@@ -212,6 +212,9 @@ def auto_blend(
         initial: Initial model, `[P]`.
         trainable: Number of trainable columns, which come first.
         tolerance: Allowed spread relative to T.
+
+    Returns:
+        The share b of the average in each model, in [0, 1].
     """
     bound = tolerance * float((average - initial)[:trainable].square().sum())
     pool = pool[:, :trainable]
@@ -221,7 +224,12 @@ def auto_blend(
 
 
 def require_schedule(name: str, schedule: Schedule) -> None:
-    """Raise `InvalidValue` unless shares are in [0, 1] and rounds increase from at least 1."""
+    """Raise `InvalidValue` unless shares are in [0, 1] and rounds increase from at least 1.
+
+    Args:
+        name: Name of the setting, with which errors begin.
+        schedule: A constant share, or pairs of a round and a share.
+    """
     pairs = schedule if isinstance(schedule, list) else [(1, schedule)]
     rounds = [number for number, _ in pairs]
     if not rounds or [0, *rounds] != sorted({0, *rounds}):
@@ -235,7 +243,15 @@ def require_schedule(name: str, schedule: Schedule) -> None:
 
 
 def blend_at(schedule: Schedule, number: int) -> float:
-    """Return the share of round `number` in a schedule."""
+    """Return the share of round `number` in a schedule.
+
+    Args:
+        schedule: A constant share, or pairs of a round and a share.
+        number: Number of the round, from 1.
+
+    Returns:
+        The share in [0, 1]. Before the first pair and after the last one it is constant.
+    """
     rounds, shares = (
         zip(*schedule, strict=True) if isinstance(schedule, list) else ((1,), (schedule,))
     )

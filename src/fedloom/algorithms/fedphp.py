@@ -75,8 +75,15 @@ class FedPHP(PartlyShared):
 
 
 def squared_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Return the squared maximum mean discrepancy of `x [n, d]` and `y [n, d]`, with Gaussian
-    kernels of `BANDWIDTHS`.
+    """Return the squared maximum mean discrepancy of two samples, with Gaussian kernels of
+    `BANDWIDTHS`.
+
+    Args:
+        x: First sample, `[n, d]`.
+        y: Second sample, `[n, d]`.
+
+    Returns:
+        A scalar: the mean over all pairs, each point with itself included (the biased estimate).
     """
 
     def kernel(x: Tensor, y: Tensor) -> Tensor:

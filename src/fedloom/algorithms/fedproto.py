@@ -102,6 +102,10 @@ def with_means(state: Message, aggregate: Aggregate) -> Message:
     Args:
         state: The prototypes before it: `prototypes [Y, d]` and `present [Y]`.
         aggregate: Totals `sums [Y, d]` and `weights [Y]`. A class of weight 0 stays unchanged.
+
+    Returns:
+        New `prototypes [Y, d]`, and `present [Y]`: 1 for classes that had a prototype or have one
+        now.
     """
     weights = aggregate.total["weights"].unsqueeze(1)
     prototypes = torch.where(
@@ -123,6 +127,9 @@ def pulled_loss(strength: float, net: Net, batch: Batch, context: Mapping[str, T
         batch: The samples.
         context: `prototypes [Y, d]` and `present [Y]`, 0 for a class without a prototype. Samples
             of such a class add 0.
+
+    Returns:
+        The loss of the batch, a scalar.
     """
     features, logits = net.both(batch.inputs)
     distance = (features - context["prototypes"][batch.labels]).square()

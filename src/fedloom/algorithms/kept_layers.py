@@ -120,6 +120,9 @@ class KeepsHead(PartlyShared):
     def split(self, cohort: Cohort) -> tuple[Unit, Unit]:
         """Divide the columns of a row.
 
+        Args:
+            cohort: The clients, with the architecture and its layout.
+
         Returns:
             The slices of the base, and the slices of the classifier.
         """

@@ -45,6 +45,9 @@ class LinearHead:
             method: Name of the method, with which errors begin.
             bias: Require a bias.
 
+        Returns:
+            Positions of weight and bias in a row.
+
         Raises:
             InvalidValue: The targets are not classes, or the classifier is not linear, has another
                 number of outputs than classes, is frozen, or lacks a required bias. For a cohort:
@@ -97,7 +100,15 @@ class LinearHead:
         ]
 
     def put(self, rows: Tensor, head: Head) -> Tensor:
-        """Return a copy of `rows [..., P]` with another head."""
+        """Return a copy of rows with another head.
+
+        Args:
+            rows: Models, `[..., P]`.
+            head: Weight `[..., Y, d]` and bias `[..., Y]`, broadcast over the rows.
+
+        Returns:
+            Models, `[..., P]`.
+        """
         result = rows.clone()
         for values, written in zip(self.get(result), head, strict=True):
             values.copy_(written)
@@ -105,13 +116,27 @@ class LinearHead:
 
 
 def two_heads(first: Head, second: Head) -> Head:
-    """Return the head with the sum of the outputs of two heads."""
+    """Return the head with the sum of the outputs of two heads.
+
+    Args:
+        first: Weight `[..., Y, d]` and bias `[..., Y]`.
+        second: Another head on the same features.
+
+    Returns:
+        Weight `[..., Y, d]` and bias `[..., Y]`.
+    """
     return first[0] + second[0], first[1] + second[1]
 
 
 def shifted(head: Head, shift: Tensor) -> Head:
-    """Return the head that gives for features z the outputs of `head` for z + shift, `shift [...,
-    d]`.
+    """Return the head with the outputs for features z that `head` has for z + shift.
+
+    Args:
+        head: Weight `[..., Y, d]` and bias `[..., Y]`.
+        shift: Displacement of the features, `[..., d]`.
+
+    Returns:
+        The same weight, and the bias plus the weight times the shift.
     """
     weight, bias = head
     return weight, bias + (weight @ shift.unsqueeze(-1)).squeeze(-1)
@@ -139,6 +164,9 @@ def without(head: Head, present: Tensor) -> Head:
     Args:
         head: Weight `[..., Y, d]` and bias `[..., Y]`.
         present: False for classes that are never chosen, bool `[..., Y]`.
+
+    Returns:
+        Weight `[..., Y, d]` and bias `[..., Y]`.
     """
     shares = present.to(head[1]) / present.sum(-1, keepdim=True).clamp_min(1)
     mean_weight = (shares.unsqueeze(-1) * head[0]).sum(-2, keepdim=True)

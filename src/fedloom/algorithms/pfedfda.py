@@ -81,6 +81,9 @@ class PFedFDA(KeepsHead):
             cohort: The clients.
             rows: Models, `[k, P]`.
             gaussians: Class means and covariance, `[k, Y + d, d]`.
+
+        Returns:
+            Models, `[k, P]`, with the base of `rows`.
         """
         head = classifier(gaussians, class_shares(cohort))
         return LinearHead.of(cohort, "pfedfda").put(rows, head)
@@ -101,6 +104,9 @@ def classifier(gaussians: Tensor, prior: Tensor) -> Head:
     Args:
         gaussians: Class means and covariance, `[..., Y + d, d]`.
         prior: Probability of each class, `[..., Y]`.
+
+    Returns:
+        Weight `[..., Y, d]` and bias `[..., Y]`.
     """
     means, covariance = gaussians.split([prior.shape[-1], gaussians.shape[-1]], -2)
     scale = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
@@ -166,6 +172,9 @@ def mixed(received: Tensor, local: Tensor, shares: Tensor) -> Tensor:
         received: The server's Gaussians.
         local: The client's Gaussians.
         shares: Share of the local means and of the local covariance, `[2]`.
+
+    Returns:
+        Class means and covariance, `[Y + d, d]`.
     """
     classes = len(received) - received.shape[1]
     of_covariance = torch.arange(len(received), device=shares.device) >= classes

@@ -62,6 +62,9 @@ class Scaffold(VariateStep):
             cohort: The clients.
             start: Models before training, `[k, P]`.
             offset: Added to each gradient, `[k, T]`.
+
+        Returns:
+            The trained models, with the number of steps of each client.
         """
 
         def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:

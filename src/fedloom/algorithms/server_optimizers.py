@@ -95,6 +95,9 @@ class FedAdam(ServerOptimizer):
         Args:
             moment: v before it, `[T]`.
             square: Squares of the mean update, `[T]`.
+
+        Returns:
+            v, `[T]`.
         """
         return self.beta2 * moment + (1 - self.beta2) * square
 

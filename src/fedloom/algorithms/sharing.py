@@ -45,12 +45,24 @@ def put(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
         rows: Rows, `[k, P]`.
         unit: Slices of the columns.
         values: New values, `[k, m]`.
+
+    Returns:
+        Rows, `[k, P]`. If the unit covers the whole row, they are `values` without a copy.
     """
     return values if unit == (slice(0, rows.shape[1]),) else put_(rows.clone(), unit, values)
 
 
 def put_(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
-    """Write `values [k, m]` into the columns of the unit of `rows [k, P]`, in place."""
+    """Write values into some columns of rows, in place.
+
+    Args:
+        rows: Rows, `[k, P]`. Modified in place.
+        unit: Slices of the columns, m in total.
+        values: New values, `[k, m]`.
+
+    Returns:
+        The rows.
+    """
     for columns, block in zip(
         unit, values.split([columns.stop - columns.start for columns in unit], 1), strict=True
     ):
@@ -64,15 +76,29 @@ def length(unit: Unit) -> int:
 
 
 def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
-    """Return the layers in a slice of the module's blocks, which run from bottom to top (see
-    `block_parameters`).
+    """Return the layers in a slice of the module's blocks.
+
+    Args:
+        module: The architecture.
+        blocks: Slice of its blocks, which run from bottom to top (see `block_parameters`).
+
+    Returns:
+        Names of the layers.
+
+    Raises:
+        InvalidValue: Two layers share a tensor.
     """
     require_untied_layers(module)
     return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
 
 
 def require_everybody(method: str, plan: Plan) -> None:
-    """Raise `InvalidValue` unless all clients take part in every round."""
+    """Raise `InvalidValue` unless all clients take part in every round.
+
+    Args:
+        method: Name of the method, with which errors begin.
+        plan: The plan, with the numbers of clients and participants.
+    """
     if plan.participants < plan.clients:
         share = f"{plan.participants} of {plan.clients}"
         raise InvalidValue(
@@ -109,6 +135,13 @@ class PartlyShared(Algorithm):
 
     def unit(self, module: nn.Module, layout: Layout) -> Unit:
         """Return the slices of a row that travel.
+
+        Args:
+            module: The architecture, from which `private` selects layers.
+            layout: Position of each tensor in a row `[P]`.
+
+        Returns:
+            Slices without private layers, and without buffers if `buffers` is `local`.
 
         Raises:
             InvalidValue: No column travels, or all layers that stay are frozen.
@@ -159,7 +192,15 @@ class PartlyShared(Algorithm):
         self.state["model"] = self.whole(self.state["model"], aggregate.mean["model"])
 
     def whole(self, model: Tensor, shared: Tensor) -> Tensor:
-        """Return `model [P]` with `shared [m]` in the columns that travel."""
+        """Return a model with other values in the columns that travel.
+
+        Args:
+            model: The model, `[P]`. It stays unchanged.
+            shared: Values of the columns that travel, `[m]`.
+
+        Returns:
+            The model, `[P]`.
+        """
         return put(model.unsqueeze(0), self._unit, shared.unsqueeze(0))[0]
 
     # --- the client half ---
@@ -218,6 +259,9 @@ class PartlyShared(Algorithm):
             model: The received models, completed by the private layers, `[k, P]`. By default they
                 are scored unchanged.
             inbox: The server's message.
+
+        Returns:
+            Models, `[k, P]`.
         """
         return model
 
@@ -242,7 +286,15 @@ def _private(stays: Unit) -> str:
 
 
 def complement(unit: Unit, layout: Layout) -> Unit:
-    """Return the slices of a row outside the unit."""
+    """Return the slices of a row outside the unit.
+
+    Args:
+        unit: Slices in increasing order.
+        layout: Layout of the row, which gives its length P.
+
+    Returns:
+        Slices in increasing order, none of them empty.
+    """
     ends = [0, *(end for columns in unit for end in (columns.start, columns.stop)), layout.size]
     return tuple(
         slice(start, stop)

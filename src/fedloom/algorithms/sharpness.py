@@ -45,6 +45,9 @@ def sharp_gradient(cohort: Cohort, rho: float) -> GradientFn:
     Args:
         cohort: The clients.
         rho: Size of the perturbation; 0 gives the gradient at w, in one pass.
+
+    Returns:
+        A function for `Cohort.fit`. It returns the losses at w, `[k]`, and the gradients, `[k, T]`.
     """
 
     def gradient_fn(rows: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
@@ -57,6 +60,14 @@ def sharp_gradient(cohort: Cohort, rho: float) -> GradientFn:
 
 
 def normalised(vector: Tensor, length: float) -> Tensor:
-    """Return a vector `[T]` scaled to a length; 0 stays 0."""
+    """Return a vector `[T]` scaled to a length; 0 stays 0.
+
+    Args:
+        vector: The vector, `[T]`.
+        length: Euclidean norm of the result.
+
+    Returns:
+        The vector, `[T]`.
+    """
     norm: Tensor = torch.linalg.vector_norm(vector)
     return vector * (length / (norm + TINY))

@@ -24,7 +24,15 @@ def mean_size(plan: Plan) -> Tensor:
 
 
 def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
-    """Return a_i = n_i / mean_j n_j, `[k, 1]`, from `mean_size [k, 1]` of the message."""
+    """Return a_i = n_i / mean_j n_j, the size of each client relative to the mean of all clients.
+
+    Args:
+        cohort: The clients, with their numbers of training samples n_i.
+        inbox: The server's message, with `mean_size [k, 1]`.
+
+    Returns:
+        Relative sizes, `[k, 1]`.
+    """
     mean = inbox["mean_size"]
     return cohort.sizes.to(mean).unsqueeze(1) / mean
 
@@ -76,6 +84,10 @@ def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Ten
 def require_sgd(method: str, plan: Plan) -> None:
     """Raise `InvalidValue` unless clients train by SGD at a constant rate, so that displacements
     give gradients.
+
+    Args:
+        method: Name of the method, with which errors begin.
+        plan: The plan, with the settings of local training.
     """
     require_constant_rate(method, plan)
     training = plan.training
@@ -87,7 +99,12 @@ def require_sgd(method: str, plan: Plan) -> None:
 
 
 def require_constant_rate(method: str, plan: Plan) -> None:
-    """Raise `InvalidValue` if the learning rate changes from one local step to the next."""
+    """Raise `InvalidValue` if the learning rate changes from one local step to the next.
+
+    Args:
+        method: Name of the method, with which errors begin.
+        plan: The plan, with the settings of local training.
+    """
     if plan.training.local_schedule != CONSTANT:
         needed = (
             f"local_schedule must be {CONSTANT}, not {quoted(plan.training.local_schedule, str)}"
@@ -96,7 +113,12 @@ def require_constant_rate(method: str, plan: Plan) -> None:
 
 
 def require_classes(name: str, plan: Plan) -> None:
-    """Raise `InvalidValue` unless the targets of the task are classes."""
+    """Raise `InvalidValue` unless the targets of the task are classes.
+
+    Args:
+        name: Name of the method or part, with which errors begin.
+        plan: The plan, with the number of classes (0 if the targets are not classes).
+    """
     if not plan.classes:
         raise InvalidValue(
             f"{name} needs class labels, but the targets of this task are not classes"
