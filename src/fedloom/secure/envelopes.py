@@ -33,6 +33,9 @@ def seal(content: bytes, key: bytes, context: bytes) -> bytes:
         content: The content.
         key: X25519 public key, 32 bytes.
         context: Bytes that `unseal` must repeat.
+
+    Returns:
+        The envelope, `OVERHEAD` bytes longer than the content. It differs for each call.
     """
     return _SUITE.encrypt(content, X25519PublicKey.from_public_bytes(key), context)
 
@@ -67,14 +70,31 @@ def can_seal(key: bytes) -> bool:
 
 
 def sign(content: bytes, identity: PrivateIdentity) -> bytes:
-    """Sign with a long-term identity."""
+    """Sign with a long-term identity.
+
+    Args:
+        content: The bytes to sign.
+        identity: The private key: Ed25519, or on a NIST curve, then with SHA-384.
+
+    Returns:
+        The signature: `SIGNATURE` bytes of Ed25519, or DER of variable length.
+    """
     if isinstance(identity, Ed25519PrivateKey):
         return identity.sign(content)
     return identity.sign(content, ec.ECDSA(hashes.SHA384()))
 
 
 def is_signed(content: bytes, signature: bytes, identity: PublicIdentity) -> bool:
-    """Return True if the signature was made by this identity."""
+    """Return True if the signature was made by this identity.
+
+    Args:
+        content: The bytes that should be signed.
+        signature: Bytes of the signature; any bytes are accepted, and wrong ones give False.
+        identity: The public key, of the same kind as in `sign`.
+
+    Returns:
+        False also for a damaged signature.
+    """
     try:
         if isinstance(identity, Ed25519PublicKey):
             identity.verify(signature, content)

@@ -86,6 +86,13 @@ def secret_choices(peer: int, purpose: str) -> Draw:
     """Draw from the operating system, for real sites.
 
     The numbers cannot be repeated and do not depend on a seed.
+
+    Args:
+        peer: Number of the peer; it has no effect.
+        purpose: Name of the stage; it has no effect.
+
+    Returns:
+        A function from a bound to a random integer in [0, bound).
     """
     return secrets.randbelow
 
@@ -110,6 +117,9 @@ def sample(items: Sequence[T], count: int, draw: Draw) -> list[T]:
         items: The items.
         count: Number of items to draw.
         draw: Source of random integers.
+
+    Returns:
+        `count` of the items, at different positions.
     """
     shuffled = list(items)
     for index in range(count):
@@ -133,6 +143,9 @@ def purpose(when: str, repeat: int, stage: str) -> str:
         when: The exchange, `before_train` or `before_upload`.
         repeat: Number of the repeat, from 1.
         stage: `send` or `return`.
+
+    Returns:
+        The name, such as `secure/before_train/1/send`. Each stage draws from its own stream.
     """
     return f"secure/{when}/{repeat}/{stage}"
 
@@ -234,6 +247,9 @@ def rehearse(
         rules: Rules of the exchange.
         choices: Sources of random integers.
         when: `before_train` or `before_upload`.
+
+    Returns:
+        The origin of each layer, `[U, peers]`, and the numbers of sent layers, `[repeats, U]`.
     """
     holders = {
         peer: LayerBuffers(

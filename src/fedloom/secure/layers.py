@@ -15,6 +15,9 @@ def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:
     Args:
         units: Slices of a row that form a layer.
         like: A row `[P]` of the model's type.
+
+    Returns:
+        The size of each layer in bytes, `[U]`.
     """
     return [sum(span.stop - span.start for span in unit) * like.element_size() for unit in units]
 
@@ -40,6 +43,9 @@ def from_layers(layers: Sequence[bytes | None], units: Sequence[Unit], like: Ten
         layers: Bytes of each layer; None leaves the layer unchanged.
         units: Slices of a row that form a layer.
         like: The row to copy, `[P]`.
+
+    Returns:
+        A copy of `like`, `[P]`, on its device.
 
     Raises:
         InvalidValue: A layer has another size.

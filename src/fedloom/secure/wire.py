@@ -56,6 +56,9 @@ def unpack(data: bytes, culprit: int, count: int | None = None) -> list[bytes]:
         culprit: Number of the sender, for the fault.
         count: Number of fields; None accepts any.
 
+    Returns:
+        The fields in their order, at most 131,072.
+
     Raises:
         ProtocolViolation: The bytes are damaged, or have another number of fields.
     """
@@ -166,6 +169,13 @@ class Introduction(NamedTuple):
     def decode(cls, body: bytes, peer: int) -> "Introduction":
         """Read an introduction.
 
+        Args:
+            body: The bytes of `encode`.
+            peer: Number of the sender, for the fault.
+
+        Returns:
+            The introduction with valid keys. Its signature is not checked.
+
         Raises:
             ProtocolViolation: The bytes are damaged, or the sealing key is not valid.
         """
@@ -180,7 +190,15 @@ class Introduction(NamedTuple):
         return pack(*self)
 
     def signed_content(self, run: str, peer: int) -> bytes:
-        """Return the bytes that the long-term identity signs."""
+        """Return the bytes that the long-term identity signs.
+
+        Args:
+            run: Name of the exchange, in which the keys are used.
+            peer: Number of the peer, so that no other peer can present the keys.
+
+        Returns:
+            The name, the number and both public keys, joined by `pack`.
+        """
         return pack(
             b"fedloom introduction",
             run.encode(),
@@ -252,6 +270,13 @@ class Note(NamedTuple):
 def read_note(body: bytes, sender: int) -> Note:
     """Return the note in a letter's body, without checking its signature.
 
+    Args:
+        body: Header, payload and signature.
+        sender: Number of the carrier's sender, for the fault. The header may name another one.
+
+    Returns:
+        The note, with its signature left out.
+
     Raises:
         ProtocolViolation: The body is damaged.
     """
@@ -289,6 +314,9 @@ class PeerSession:
             ends: Allowed pairs (sender, recipient).
             owed: Number of returned parcels for each pair.
             past: Digests of earlier sessions.
+
+        Returns:
+            The verified parcels of this step, in the order of the letters.
 
         Raises:
             ProtocolViolation: A note is not signed by its sender for its recipient, arrives twice
@@ -382,6 +410,13 @@ class PeerMessage:
     @classmethod
     def decode(cls, data: bytes, sender: int = SERVER) -> "PeerMessage":
         """Read a message of the server or of peer `sender`.
+
+        Args:
+            data: The bytes of a message.
+            sender: Number of the peer that sent it; by default the server.
+
+        Returns:
+            The message. Only the server can begin or abort, and only a peer can report a fault.
 
         Raises:
             ProtocolViolation: The message cannot be read; the violation names the sender.
