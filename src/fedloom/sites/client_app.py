@@ -13,7 +13,15 @@ app = ClientApp()
 
 
 def reply(message: Message, context: Context) -> Message:
-    """Answer a message through the worker, or in this process if no worker answers."""
+    """Answer a message through the worker, or in this process if no worker answers.
+
+    Args:
+        message: The server's message.
+        context: Flower's context of the SuperNode, with its node configuration.
+
+    Returns:
+        The answer. A refusal is an answer too.
+    """
     answered = handed_over(message, context)
     return Message(answer(message, context) if answered is None else answered, reply_to=message)
 

@@ -83,7 +83,12 @@ class Keys:
         return self.folder / f"site-{site}"
 
     def write(self, path: Path, content: bytes) -> None:
-        """Write a file, complete or not at all; only its owner can read a private key."""
+        """Write a file, complete or not at all; only its owner can read a private key.
+
+        Args:
+            path: The file. The ending `.key` marks a private key.
+            content: All bytes of the file.
+        """
         make_folder(path.parent, mode=0o700)
         remove_unfinished(path.parent)
         write_bytes(path, content, mode=0o600 if path.suffix == ".key" else 0o644)

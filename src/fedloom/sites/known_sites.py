@@ -124,7 +124,12 @@ class KnownSites:
             raise InvalidValue(f"{connected}; missing: partition-id {names}")
 
     def lose(self, number: int, reason: str) -> None:
-        """Note that a site was lost before the first round; it takes part when it is back."""
+        """Note that a site was lost before the first round; it takes part when it is back.
+
+        Args:
+            number: Number of the site, from 0.
+            reason: One line for the log and the record of the run.
+        """
         _logger.warning("site %d was lost before round 1: %s", number, reason)
         self.known.pop(number, None)
         self.lost[number] = f"lost before round 1: {reason}"

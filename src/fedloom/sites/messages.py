@@ -81,6 +81,9 @@ def pack(
         words: Plain values, sent as JSON.
         tensors: Tensors, possibly encoded already.
         parcel: Bytes that the carrier forwards without reading them.
+
+    Returns:
+        Flower's records: the words, and `ARRAYS` and `PARCEL` where they are given.
     """
     content = RecordDict({RECORD: ConfigRecord({"protocol": PROTOCOL, "words": json.dumps(words)})})
     if tensors is not None:
@@ -98,6 +101,9 @@ def words_of(message: Message, *records: str) -> Words:
     Args:
         message: The message.
         *records: Names of the records, such as `ARRAYS`, that may accompany the words.
+
+    Returns:
+        The JSON object of the message as plain values. They are not checked further.
 
     Raises:
         Refusal: The words contain a refusal.
@@ -150,6 +156,9 @@ def tensors_of(
         message: The message.
         expected: Names, shapes and types; None accepts any.
 
+    Returns:
+        Copies of the tensors by name, on the CPU; empty without a record of tensors.
+
     Raises:
         RefusedReply: A tensor is broken, or differs from `expected`.
     """
@@ -171,6 +180,9 @@ def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tens
         name: Name of the tensor, for errors.
         array: The array.
         expected: Shape and type; None accepts any.
+
+    Returns:
+        A copy of the array, on the CPU.
 
     Raises:
         RefusedReply: Type or shape differ from `expected`, or do not match the bytes.
@@ -203,6 +215,13 @@ def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tens
 
 def figures_of(words: Words, declared: Collection[str]) -> dict[str, float]:
     """Return the figures among the words.
+
+    Args:
+        words: Words of a reply. The entry `figures` may be missing.
+        declared: Names of the figures that the method declares.
+
+    Returns:
+        Finite numbers by name; some declared names may be missing.
 
     Raises:
         RefusedReply: A name is not declared, or a figure is not finite.
@@ -237,6 +256,15 @@ def parcel_of(message: Message) -> bytes:
 def whole_number(words: Mapping[str, Any], name: str, low: int, high: int) -> int:
     """Return an integer among the words.
 
+    Args:
+        words: Words of a message.
+        name: The entry to read.
+        low: Smallest allowed value.
+        high: Largest allowed value.
+
+    Returns:
+        The integer, in [low, high]. True and 1.0 are no integers.
+
     Raises:
         RefusedReply: The integer is missing or not between `low` and `high`.
     """
@@ -261,6 +289,13 @@ class Mailbox:
         self, node: int, kind: str, content: RecordDict, group: str = "", seconds: float = math.inf
     ) -> str | None:
         """Send a message, which expires after `seconds`.
+
+        Args:
+            node: Id of the SuperNode in Flower.
+            kind: Type of the message, which selects the handler at the site.
+            content: Records of `pack`.
+            group: Name of the group of messages in Flower; by default none.
+            seconds: Time until the message expires; by default Flower's limit.
 
         Returns:
             The id of the message, or None if Flower could not take it.

@@ -32,7 +32,15 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the federation that the app's run configuration describes (see `fedloom.sites`)."""
+    """Run the federation that the app's run configuration describes (see `fedloom.sites`).
+
+    Args:
+        grid: Flower's connection to the SuperNodes.
+        context: Flower's context, with the run configuration.
+
+    Raises:
+        FedloomError: The federation failed; the error is logged before.
+    """
     try:
         serve(grid, context.run_config)
     except FedloomError as error:

@@ -19,6 +19,9 @@ def server_data(configuration: Configuration, agreed: Preprocessing | None = Non
     Args:
         configuration: The configuration of the federation.
         agreed: Preprocessing of the sites' own tables; None for other data.
+
+    Returns:
+        The data set. Of tables of the sites, it has only the server's test rows, if there are any.
     """
     if agreed is None:
         return make_dataset(configuration.data.name)
@@ -40,6 +43,14 @@ def task_of_sites(
         samples: Training samples of each site.
         tests: Test samples of each site; None if the sites have no own data.
         seed: Seed of the initial weights.
+
+    Returns:
+        The task of the server, without training samples. Its partition has only the numbers of the
+        samples.
+
+    Raises:
+        InvalidValue: The configuration has a key that needs the data of all sites, or does not fit
+            the data set.
     """
     data = configuration.data
     simulated = {

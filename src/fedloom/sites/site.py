@@ -44,6 +44,13 @@ class Site:
     def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> "Site":
         """Return the site of a SuperNode.
 
+        Args:
+            run_config: Run configuration of the app, with the configuration of the federation.
+            node_config: Node configuration of the SuperNode, such as `partition-id`.
+
+        Returns:
+            The site, before it has read any data.
+
         Raises:
             InvalidValue: The configurations are not valid or do not match; the text is one line.
         """

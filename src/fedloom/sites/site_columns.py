@@ -22,6 +22,9 @@ def table_columns(configuration: Configuration, number: int, source: str) -> dic
         number: Number of the site.
         source: Path or function of the site's data.
 
+    Returns:
+        The columns of the training rows by name, the target last, as in `columns_of`.
+
     Raises:
         DataError: The data cannot be read.
         InvalidValue: The data are not a table, or have columns of texts, pictures or lists.

@@ -93,6 +93,9 @@ class DataAgreement:
             source: Path or function of the site's data.
             configuration: Configuration of the federation.
 
+        Returns:
+            A data set with the inputs and classes of the agreement. Its test part may be empty.
+
         Raises:
             DataError: The data cannot be read.
             InvalidValue: The data do not fit; the text names the source and a table's column.
@@ -154,6 +157,9 @@ def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples,
         source: `module:function`, called without arguments, or the path of a folder of npy files,
             an npz file, or a folder of pictures by class.
         agreed: Preprocessing of the federation, for pictures.
+
+    Returns:
+        The training samples, at least one, and the test samples or None.
 
     Raises:
         DataError: Samples are missing or do not fit together.

@@ -36,9 +36,16 @@ class RoundExchange:
     peer: SitePeer
 
     def received(self, task: Task, inbox: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inbox with the model after the exchange before training.
+        """Return the inbox with the model after the exchange before training. Another site may have
+        sent a layer with numbers that are not finite. The server's weights replace these
+        numbers.
 
-        Another site may have spoilt a layer: the server's weights replace those not finite.
+        Args:
+            task: The site's task, with the layout of the model.
+            inbox: Tensors that the server sent, one row each.
+
+        Returns:
+            A copy of the inbox, in which `model` is `[1, P]` and finite.
         """
         exchanged, as_sent = (
             from_layers(layers, self.method.units(), task.initial)
@@ -72,6 +79,14 @@ class SiteExchange:
 
         The site's configuration decides about the exchange, so the server cannot request an
         unmixed model.
+
+        Args:
+            pipeline: The site's pipeline of the round.
+            words: Words of the server's train message, with the terms of the exchange.
+            round: The round.
+
+        Returns:
+            None if no part of the pipeline exchanges layers.
         """
         method = layer_exchange(pipeline)
         return None if method is None else RoundExchange(method, self._peer(words, round))
@@ -87,6 +102,9 @@ class SiteExchange:
             client: Number of the client in it.
             inbox: Tensors that the server sent, one row each.
             parcel: The letters of the step.
+
+        Returns:
+            The bytes of the peer's message, for the parcel of the reply.
 
         Raises:
             RefusedReply: The message is not valid in this exchange.

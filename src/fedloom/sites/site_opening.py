@@ -40,6 +40,13 @@ class Opening:
     def read(cls, path: Path, count: int) -> "Opening | None":
         """Read the opening in a file; None if the file does not exist.
 
+        Args:
+            path: The file that `write` made.
+            count: Number of sites of the federation. An opening with another number is refused.
+
+        Returns:
+            The opening, or None for a missing file.
+
         Raises:
             CheckpointError: The file cannot be read.
         """

@@ -75,6 +75,9 @@ class SitePeer:
     def exchanged(self) -> tuple[list[bytes], list[bytes]]:
         """Return the layers after the exchange before training, and the layers that were sent.
 
+        Returns:
+            The bytes of each layer, `[U]`, after the exchange and as this site sent them.
+
         Raises:
             RefusedReply: The exchange has not ended.
         """

@@ -59,8 +59,13 @@ def round_of(value: Any) -> Round:
 def require_sound(task: Task, inbox: Mapping[str, Tensor]) -> None:
     """Check that the server's message has one row of each tensor, and a model of this task.
 
+    Args:
+        task: The site's task, with the layout of the model.
+        inbox: Tensors that the server sent, by name, `[1, ...]`.
+
     Raises:
-        RefusedReply: It does not.
+        RefusedReply: A tensor has another number of rows, or the model has another type or size or
+            is not finite.
     """
     for name, rows in inbox.items():
         if rows.dim() == 0 or len(rows) != 1:

@@ -44,8 +44,18 @@ class SiteState:
         The memory has a file for each round that wrote to it, so a site that trains twice in a
         round returns the same answer.
 
+        Args:
+            words: Words of the server's message. `memory` is the round of the memory, 0 for none.
+            round: The round.
+            client: Number of the client in it.
+            inbox: Tensors that the server sent, one row each.
+
         Returns:
             The engine, the client's files, and the round of the memory.
+
+        Raises:
+            Refusal: The memory is lost. The site then starts again without it.
+            RefusedReply: The message does not fit the task.
         """
         cached = self._cached_task(words)
         task = cached.for_client(self._share, client, self.settings.clients)
@@ -65,7 +75,16 @@ class SiteState:
         return engine, memory, version
 
     def pipeline(self, task: Task, round: Round, inbox: Mapping[str, Tensor]) -> Pipeline:
-        """Return the pipeline of a round, without the server's state."""
+        """Return the pipeline of a round, without the server's state.
+
+        Args:
+            task: The site's task.
+            round: The round, with the numbers of clients and participants.
+            inbox: Tensors that the server sent, one row each.
+
+        Returns:
+            The parts of the method that run at a client.
+        """
         method = build(self.settings.algorithm)
         plan = Plan(
             layout=task.layout,
@@ -88,7 +107,15 @@ class SiteState:
         return pipeline
 
     def task(self, words: Words, client: int) -> SiteTask:
-        """Return the task in which this client has this site's samples."""
+        """Return the task in which this client has this site's samples.
+
+        Args:
+            words: Words of the server's message, with the agreement about the sites' data.
+            client: Number of the client in the round.
+
+        Returns:
+            A copy that the caller may change. The shares of the other clients are empty.
+        """
         return self._cached_task(words).for_client(self._share, client, self.settings.clients)
 
     @property

@@ -20,6 +20,16 @@ def site_statistics(settings: Deployment, sites: KnownSites) -> Statistics:
 
     The cost of noise is in the ledger before any site answers. Statistics with noise are
     requested once, since a second request would cost the same privacy again.
+
+    Args:
+        settings: The deployment, with the folder of the output and the settings of the statistics.
+        sites: The sites to request the statistics from.
+
+    Returns:
+        The statistics, also written to `statistics.json` and `statistics.html`.
+
+    Raises:
+        CheckpointError: The folder has statistics with noise but not their cost.
     """
     folder = settings.output
     survey = settings.survey

@@ -35,6 +35,9 @@ def own_table(source: str, options: CsvOptions) -> tuple[Any, Any] | None:
     Args:
         source: `module:function`, or the path of a file or folder.
         options: Types of columns and the format of a CSV file.
+
+    Returns:
+        Training and test rows with the same columns, or None.
     """
     path = Path(source)
     test = None
@@ -57,6 +60,10 @@ def csv_options(configuration: Configuration, agreed: Preprocessing | None = Non
     Args:
         configuration: Configuration, which may name columns of categories and the format.
         agreed: Preprocessing on which the sites have agreed.
+
+    Returns:
+        The options to read a file. Without an agreement, types of other columns are guessed from
+        the file.
     """
     entry, options = datasets.read(configuration.data.name)
     formats = {"separator", "decimal", "encoding"} if entry.name == "table" else set()
@@ -100,6 +107,10 @@ def standardised_target(dataset: Dataset, agreed: Preprocessing, objective: Any)
         dataset: The site's data set.
         agreed: Preprocessing of the federation, with mean and deviation of the target.
         objective: The objective of the federation.
+
+    Returns:
+        The data set. Labels of numbers have mean 0 and deviation 1 over the federation, if the
+        sites agreed on this.
     """
     if not agreed.outputs.mean or not isinstance(objective, Regression):
         return replace(dataset, objective=objective, standardise=False)
@@ -118,6 +129,10 @@ def agreed_table(statistics: Statistics, roles: Columns) -> Preprocessing:
     Args:
         statistics: Statistics of the sites' columns; the last column is the target.
         roles: Roles of columns in the configuration.
+
+    Returns:
+        The preprocessing, equal at all sites: the means, deviations and categories of the inputs,
+        and the target.
 
     Raises:
         InvalidValue: Too few rows of each site have values of a column.

@@ -63,6 +63,9 @@ class KeptTask:
             index: Client of the stored task that has the site's samples.
             client: Number of this client in the federation.
             clients: Number of clients in the federation.
+
+        Returns:
+            A task with a copy of the model. Frozen weights are shared with the stored task.
         """
         task = self.task
         frozen = {
@@ -110,7 +113,17 @@ class OwnData:
 
     @classmethod
     def of(cls, settings: Deployment, config: NodeConfig, agreed: Any) -> "OwnData":
-        """Describe the data of a site, with the agreement from the server's message."""
+        """Describe the data of a site, with the agreement from the server's message.
+
+        Args:
+            settings: The deployment.
+            config: Node configuration of a site with its own data.
+            agreed: Agreement of the sites from the server's message, as plain values; None if there
+                is none yet.
+
+        Returns:
+            The description, which is equal as long as the files do not change.
+        """
         source = config.data
         assert source is not None, "the site has its own data"
         return cls(

@@ -87,6 +87,14 @@ def handed_over(message: Message, context: Context) -> RecordDict | None:
     """Return the worker's answer to a message.
 
     None if no worker answers: then this process must answer.
+
+    Args:
+        message: The server's message.
+        context: Flower's context; `worker-minutes` of its node configuration is the idle time of a
+            worker, 0 for no worker.
+
+    Returns:
+        The content of the answer, or None.
     """
     superexec = _superexec()
     minutes = context.node_config.get("worker-minutes", IDLE_MINUTES)
