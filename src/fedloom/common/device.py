@@ -71,6 +71,9 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     Args:
         tensor: The tensor.
         device: The target. The tensor itself is returned if it is already there.
+
+    Returns:
+        The tensor on `device`. On a GPU the copy may still be under way.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -86,6 +89,9 @@ def moved_back(
         tensors: Tensors by name.
         like: Tensors with the target devices, by name.
         device: Device of the tensors without a name in `like`.
+
+    Returns:
+        Tensors by the names in `tensors`.
     """
     return {
         name: tensor.to(like[name].device if name in like else device)

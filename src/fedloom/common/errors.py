@@ -111,7 +111,15 @@ def import_extra(package: str, extra: str, purpose: str) -> Any:
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return `": did you mean 'x'?"` for the most similar name, or "" if no name is similar."""
+    """Return `": did you mean 'x'?"` for the most similar name, or "" if no name is similar.
+
+    Args:
+        name: The name that was not found.
+        names: The names to choose from.
+
+    Returns:
+        Text to append to an error.
+    """
     near = nearest(name, list(names), 0.5)
     return f": did you mean {near!r}?" if near else ""
 
@@ -125,6 +133,9 @@ def nearest(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
         name: The name that was not found.
         names: The names to choose from.
         cutoff: Least similarity, in [0, 1], as in `difflib.get_close_matches`.
+
+    Returns:
+        A member of `names`, or "".
     """
     full = _ABBREVIATIONS.get(name, name)
     near = difflib.get_close_matches(
@@ -146,6 +157,13 @@ def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
 
     >>> quoted("a\n" * 150)[-40:]
     "na\\na\\na\\na\\na\\na\\n'... (300 characters)"
+
+    Args:
+        value: Any value. Text is quoted and its control characters are escaped.
+        write: Converts a value that is not text.
+
+    Returns:
+        The text. If it is shortened, the number of characters follows.
     """
     if isinstance(value, str):
         start = repr(value[:LONGEST_QUOTED])
@@ -215,7 +233,15 @@ def mark_location(error: BaseException) -> None:
 
 
 def located(error: BaseException, text: str) -> str:
-    """Return the text of an error with its location in the user's code."""
+    """Return the text of an error with its location in the user's code.
+
+    Args:
+        error: The error, with its traceback.
+        text: Text of the error.
+
+    Returns:
+        The text, unchanged if it contains the location already or no line is the user's.
+    """
     location = error_location(error)
     return text if location in text else text + in_brackets(location)
 
@@ -283,6 +309,9 @@ def one_line(text: str, longest: int = 500) -> str:
     Args:
         text: Any text, such as an error message of a site.
         longest: Largest number of characters of the result.
+
+    Returns:
+        The text. Spaces and line breaks become single spaces.
     """
     return " ".join(printable(text[: 4 * longest]).split())[:longest]
 

@@ -87,6 +87,9 @@ def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str,
         values: Values by name.
         prefix: Beginning of an error.
 
+    Returns:
+        The values by name, without defaults of missing ones.
+
     Raises:
         InvalidValue: A type does not allow its value.
     """
@@ -115,19 +118,38 @@ def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str,
 
 
 def require_at_least(name: str, value: float, least: float) -> None:
-    """Raise `InvalidValue` unless value >= least."""
+    """Raise `InvalidValue` unless value >= least.
+
+    Args:
+        name: Name of the setting, with which the error begins.
+        value: The value. NaN is refused.
+        least: Smallest allowed value.
+    """
     if not value >= least:
         raise InvalidValue(f"{name} must be at least {least}, not {quoted(value)}")
 
 
 def require_between(name: str, value: float, low: float, high: float) -> None:
-    """Raise `InvalidValue` unless low <= value <= high."""
+    """Raise `InvalidValue` unless low <= value <= high.
+
+    Args:
+        name: Name of the setting, with which the error begins.
+        value: The value. NaN is refused.
+        low: Smallest allowed value.
+        high: Largest allowed value.
+    """
     if not low <= value <= high:
         raise InvalidValue(f"{name} must be between {low} and {high}, not {quoted(value)}")
 
 
 def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise `InvalidValue`, with the most similar allowed word, unless the value is allowed."""
+    """Raise `InvalidValue`, with the most similar allowed word, unless the value is allowed.
+
+    Args:
+        name: Name of the setting, with which the error begins.
+        value: The word.
+        allowed: All allowed words.
+    """
     if value not in allowed:
         near = suggestion(value, allowed)
         raise InvalidValue(
@@ -136,7 +158,13 @@ def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def require_plain(value: object, name: str, level: int = 1) -> None:
-    """Raise `InvalidValue` for broken text, numbers beyond the floats, and deeply nested lists."""
+    """Raise `InvalidValue` for broken text, numbers beyond the floats, and deeply nested lists.
+
+    Args:
+        value: A value of a configuration, such as text, a number, a list or a table.
+        name: Name of the setting, with which the error begins.
+        level: Depth of the value in nested lists and tables, from 1.
+    """
     if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
         raise InvalidValue(
             f"{name} must be text without NUL or lone surrogates, not {quoted(value)}"

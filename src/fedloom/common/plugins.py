@@ -23,6 +23,10 @@ VARIABLE = "FEDLOOM_PLUGINS"
 def import_plugins(names: Iterable[str], key: str = "plugins") -> None:
     """Import the modules. Repeated calls have no effect.
 
+    Args:
+        names: Dotted names of modules.
+        key: Name of the setting, for errors.
+
     Raises:
         InvalidValue: A module cannot be imported; the text is one line.
     """
@@ -43,6 +47,9 @@ def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Cal
         path: The path.
         key: Name of the setting, for errors.
         allowed: Allowed form of the path, for errors.
+
+    Returns:
+        The function or class, unchanged.
 
     Raises:
         InvalidValue: The module cannot be imported, or has no such function or class.

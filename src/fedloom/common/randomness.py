@@ -32,7 +32,16 @@ def stream_seed(seed: int, purpose: str, *, round: int = 0, client: int = -1) ->
     """Return a 63-bit seed for the named stream.
 
     It is for generators that use all of its bits, NumPy's and CUDA's. See `stream` for torch's CPU
-    generator and for the arguments.
+    generator.
+
+    Args:
+        seed: Seed of the run.
+        purpose: Name of the draw, such as "select".
+        round: Number of the round; 0 outside of rounds.
+        client: Number of the client; -1 for draws of the server.
+
+    Returns:
+        The seed, in [0, 2^63).
     """
     digest = hashlib.blake2b(_name(seed, purpose, round, client), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -47,6 +56,9 @@ def stream_bytes(size: int, seed: int, purpose: str, *, round: int = 0, client: 
         purpose: Name of the draw.
         round: Number of the round; 0 outside of rounds.
         client: Number of the client; -1 for draws of the server.
+
+    Returns:
+        `size` bytes.
     """
     return hashlib.shake_128(_name(seed, purpose, round, client)).digest(size)
 
@@ -62,6 +74,9 @@ def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torc
         purpose: Name of the draw, such as "select".
         round: Number of the round; 0 outside of rounds.
         client: Number of the client; -1 for draws of the server.
+
+    Returns:
+        A new generator. Equal arguments give equal draws.
     """
     words = np.frombuffer(
         stream_bytes(4 * _WORDS, seed, purpose, round=round, client=client), np.uint32
@@ -94,7 +109,8 @@ def global_stream(
 ) -> Iterator[None]:
     """Set torch's global generators to the beginning of the named stream inside the block.
 
-    For code that can only draw from them: layers, and functions that initialise layers.
+    For code that can only draw from them: layers, and functions that initialise layers. After the
+    block, the generators have their previous states again.
 
     Args:
         seed: Seed of the run.
@@ -119,7 +135,17 @@ def global_stream(
 def numpy_stream(
     seed: int, purpose: str, *, round: int = 0, client: int = -1
 ) -> np.random.Generator:
-    """Return a NumPy generator at the beginning of the named stream."""
+    """Return a NumPy generator at the beginning of the named stream.
+
+    Args:
+        seed: Seed of the run.
+        purpose: Name of the draw, such as "partition".
+        round: Number of the round; 0 outside of rounds.
+        client: Number of the client; -1 for draws of the server.
+
+    Returns:
+        A new generator. Its draws differ from the draws of `stream`.
+    """
     return np.random.Generator(
         np.random.PCG64(stream_seed(seed, purpose, round=round, client=client))
     )

@@ -123,6 +123,9 @@ def rate_factor(expression: str, done: int, total: int) -> float:
         done: Finished rounds or steps.
         total: All rounds or steps.
 
+    Returns:
+        The factor, greater than 0; 1 for a constant rate.
+
     Raises:
         InvalidValue: The factor is not a positive number.
     """

@@ -75,6 +75,9 @@ class RegistryEntry(Generic[T]):
             positional: Arguments without a name.
             named: Arguments with a name.
 
+        Returns:
+            All arguments by name, not yet converted to their types.
+
         Raises:
             InvalidValue: There are too many arguments, or one is unknown or repeated.
         """
@@ -159,6 +162,9 @@ class Registry(Generic[T]):
             expression: The expression.
             data: Arguments before the options.
 
+        Returns:
+            The object that the registered function or class returns.
+
         Raises:
             UnknownName: The name is not registered.
             InvalidValue: An option is not valid.
@@ -172,6 +178,13 @@ class Registry(Generic[T]):
 
     def read(self, expression: str | Call) -> tuple[RegistryEntry[T], dict[str, Any]]:
         """Return the entry of an expression and its checked options.
+
+        Args:
+            expression: Text such as `dirichlet(0.1)`, or its parsed form.
+
+        Returns:
+            The entry, and the options by name. Options without a value in the expression are
+            absent.
 
         Raises:
             UnknownName: The name is not registered.

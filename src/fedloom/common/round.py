@@ -44,7 +44,15 @@ class Round:
     closes: float = math.inf
 
     def stream(self, purpose: str, client: int = -1) -> torch.Generator:
-        """Return a new generator of the stream of (seed, this round, client, purpose)."""
+        """Return a new generator of the stream of (seed, this round, client, purpose).
+
+        Args:
+            purpose: Name of the draw. Draws with different names are independent.
+            client: Number of the client; -1 for draws of the server.
+
+        Returns:
+            A generator on the CPU, at the beginning of the stream.
+        """
         return stream(self.seed, purpose, round=self.number, client=client)
 
     def at(self, number: int) -> "Round":

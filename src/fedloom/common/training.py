@@ -236,7 +236,7 @@ class Training(Described):
 
         Returns:
             The optimizer. A user's class uses its default momentum and weight decay if these are 0
-                here.
+            here.
         """
         settings = {
             name: getattr(self, name)
@@ -272,7 +272,12 @@ class Training(Described):
     def passes(self, *, smallest: int = 1, **options: Unpack[PassOptions]) -> Passes:
         """Return the length of a local training with a method's values in place of the settings.
 
-        `epochs` replaces `steps`.
+        Args:
+            smallest: Smallest batch that is not skipped.
+            options: The method's values. `epochs` replaces `steps`. None takes the task's setting.
+
+        Returns:
+            The length, in epochs or steps.
         """
         length = Passes(self.epochs, self.steps, self.batch_size, self.drop_last, smallest)
         chosen: dict[str, Any] = {
@@ -302,6 +307,13 @@ class Training(Described):
     def rate(self, number: int, rounds: int) -> float:
         """Return the learning rate of round `number` (from 1).
 
+        Args:
+            number: Number of the round. After the last round the schedule's factor stays the same.
+            rounds: Number of rounds of the run.
+
+        Returns:
+            The rate after the schedule and `decay`.
+
         Raises:
             InvalidValue: The schedule does not return a valid factor.
         """
@@ -309,14 +321,30 @@ class Training(Described):
         return self.learning_rate * self.decay ** (number - 1) * factor
 
     def same_rates(self, rounds: int, total: int) -> bool:
-        """Return True if runs of `rounds` and `total` rounds have equal rates in common rounds."""
+        """Return True if runs of `rounds` and `total` rounds have equal rates in common rounds.
+
+        Args:
+            rounds: Length of one run, in rounds.
+            total: Length of the other run.
+
+        Returns:
+            False if a schedule such as cosine gives a common round two different rates.
+        """
         numbers = range(1, min(rounds, total) + 1)
         return self.schedule == CONSTANT or all(
             self.rate(k, rounds) == self.rate(k, total) for k in numbers
         )
 
     def round_at(self, round: Round, number: int) -> Round:
-        """Return round `number` of the same run, before its selection."""
+        """Return round `number` of the same run, before its selection.
+
+        Args:
+            round: Any round of the run.
+            number: Number of the new round, from 1.
+
+        Returns:
+            The round, with its learning rate and the change of the rate since the round before.
+        """
         rate = self.rate(number, round.rounds)
         previous = self.rate(max(1, number - 1), round.rounds)
         # a rate that has decayed to 0 stays 0

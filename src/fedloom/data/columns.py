@@ -152,7 +152,16 @@ class Columns:
         return [*self.groups, *self.categorical]
 
     def is_categorical(self, name: str, cells: Any) -> bool:
-        """Return True if the cells of this input are categories."""
+        """Return True if the cells of this input are categories.
+
+        Args:
+            name: Name of the column.
+            cells: Its cells, an Arrow column.
+
+        Returns:
+            True for text, unless it holds dates that are read as numbers, and for columns in
+            `categorical`.
+        """
         is_ordinal = self.dates == "ordinal" and holds_dates(cells)
         return name in self.categorical or (is_text(cells.type) and not is_ordinal)
 
@@ -191,6 +200,9 @@ class TableInputs:
             table: Arrow table.
             roles: Roles of its columns.
             rows: Rows to train on; categories are those that `smallest` of these rows have.
+
+        Returns:
+            Categories of columns of text, and widths of columns of numbers.
         """
         columns = []
         for name in roles.inputs:

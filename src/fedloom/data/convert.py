@@ -65,16 +65,29 @@ def _require_channels_first(values: Tensor | Array, remedy: str) -> None:
 
 
 def as_labels(values: Any) -> tuple[Tensor, Names | None]:
-    """Convert targets `[n, ...]` to int64 or float32; text to its alphabetical rank, and the texts
-    by rank.
+    """Convert targets to numbers: text to its alphabetical rank.
+
+    Args:
+        values: Targets `[n, ...]`: numbers, booleans or text.
+
+    Returns:
+        Targets `[n, ...]`, int64 or float32, and the texts by rank (None for numbers).
     """
     labels, names, is_boolean = _numbered(values, "labels")
     return labels, BOOLEANS if is_boolean and labels.dim() == 1 else names
 
 
 def as_groups(values: Any) -> tuple[Tensor, Names | None]:
-    """Convert the client of each sample, `[n]` whole numbers or text, to int64, and return the
-    texts as `as_labels` does.
+    """Convert the client of each sample to a number.
+
+    Args:
+        values: Clients `[n]`: whole numbers or text.
+
+    Returns:
+        Clients `[n]`, int64, and the texts as `as_labels` returns them.
+
+    Raises:
+        InvalidValue: There is more than one client for a sample, or the clients are floats.
     """
     groups, names, _ = _numbered(values, "groups")
     if groups.dim() != 1:
@@ -127,7 +140,12 @@ def class_labels(values: Any, classes: int, source: Path | str) -> Tensor:
 
 
 def require_finite(values: Tensor, name: str) -> None:
-    """Raise `InvalidValue`, with the first row, if a number is NaN or infinite."""
+    """Raise `InvalidValue`, with the first row, if a number is NaN or infinite.
+
+    Args:
+        values: Numbers `[n, ...]`.
+        name: Noun in the plural, with which the error begins, such as "inputs".
+    """
     finite = torch.isfinite(values)
     finite = finite.flatten(1).all(1) if values.dim() > 1 else finite
     if not bool(finite.all()):

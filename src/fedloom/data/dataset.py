@@ -182,6 +182,9 @@ def in_two(splits: Sequence[Samples], fraction: float, seed: int) -> tuple[Sampl
         splits: Training and test samples, or samples of which a share is held out.
         fraction: Share that is held out, in (0, 1).
         seed: Seed of the draw.
+
+    Returns:
+        Training and test samples.
     """
     train, test = splits if len(splits) > 1 else hold_out(splits[0], fraction, seed)
     train, test = same_names(train, test)
@@ -189,7 +192,17 @@ def in_two(splits: Sequence[Samples], fraction: float, seed: int) -> tuple[Sampl
 
 
 def same_names(*splits: Samples) -> tuple[Samples, ...]:
-    """Return the samples with labels and groups of text numbered alike in all of them."""
+    """Return the samples with labels and groups of text numbered alike in all of them.
+
+    Args:
+        splits: Parts of one data set. In each, text has been numbered by its own ranks.
+
+    Returns:
+        The parts in the same order. A number stands for the same text in all of them.
+
+    Raises:
+        InvalidValue: Labels or groups are text in one part and numbers in another.
+    """
     for kind in ("label", "group"):
         naming = {
             getattr(split, f"{kind}_names")

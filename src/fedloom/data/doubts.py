@@ -30,6 +30,9 @@ def doubtful_columns(table: Any, roles: Columns, rows: npt.NDArray[np.int64]) ->
         table: An Arrow table.
         roles: The roles of its columns.
         rows: The rows to train on.
+
+    Returns:
+        Notices, each a sentence with the name of the column.
     """
     notices = []
     rare: dict[str, int] = {}
@@ -61,6 +64,9 @@ def whole_floats(labels: Tensor, target: str) -> list[str]:
     Args:
         labels: Target `[n]`.
         target: Name of its column.
+
+    Returns:
+        One notice or none.
     """
     values = labels.unique()
     if len(values) > _FEW_VALUES or bool((values % 1).any()):
@@ -95,6 +101,9 @@ def texts_among_numbers(texts: Sequence[str], counts: npt.NDArray[np.int64]) -> 
     Args:
         texts: Distinct cells.
         counts: Rows of each.
+
+    Returns:
+        Texts such as `n/a` or `$ 5`; empty without doubt.
     """
     filled = {text: int(count) for text, count in zip(texts, counts, strict=True) if text}
     total = sum(filled.values())

@@ -54,7 +54,16 @@ class LabelNoise:
         raise NotImplementedError
 
     def rates(self, clients: int, seed: int) -> npt.NDArray[np.float64]:
-        """Return each client's rate, `[clients]`."""
+        """Return each client's rate, `[clients]`.
+
+        Args:
+            clients: Number of clients.
+            seed: Seed of the draw.
+
+        Returns:
+            Share of the labels that are replaced, float64 `[clients]`, drawn uniformly from the
+            range of `rate`.
+        """
         low, high = self._limits
         return numpy_stream(seed, "label noise rates").uniform(low, high, clients)
 

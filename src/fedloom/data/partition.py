@@ -56,6 +56,12 @@ class Partition:
         Args:
             indices: Samples `[n]`.
             sizes: Number of samples of each client, `[clients]`.
+
+        Returns:
+            The partition. Client 0 gets the first run.
+
+        Raises:
+            InvalidValue: The sizes do not add up to n.
         """
         taken = np.asarray(indices, dtype=np.int64)
         offsets = np.concatenate(
@@ -73,6 +79,9 @@ class Partition:
             samples: Samples `[n]`.
             owners: Client of each sample `[n]`, -1 for none.
             clients: Number of clients.
+
+        Returns:
+            The partition. Clients without a sample are empty.
         """
         sizes = np.bincount(owners + 1, minlength=clients + 1)
         order = np.argsort(owners, kind="stable")
@@ -280,6 +289,9 @@ def build_partition(
         clients: Number of clients.
         seed: Seed of the draw.
         groups: Natural client of each sample, `[n]` or None.
+
+    Returns:
+        The partition. Samples without a client are in no part.
 
     Raises:
         InvalidValue: `partition` is anything else.

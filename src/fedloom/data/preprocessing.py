@@ -196,6 +196,9 @@ class Preprocessing:
             text: JSON.
             source: Its name in errors.
 
+        Returns:
+            The preprocessing, with the same digest.
+
         Raises:
             DataError: The text is anything else, or was changed.
         """
@@ -327,6 +330,9 @@ def normalised(inputs: Tensor, scale: Scale | None) -> Tensor:
     Args:
         inputs: Inputs `[n, channels, ...]`.
         scale: Mean and deviation of each channel, pixels in [0, 1]; None divides by 255 only.
+
+    Returns:
+        Inputs of the same shape: (pixel / 255 - mean) / deviation.
     """
     if inputs.dtype != torch.uint8:
         return inputs

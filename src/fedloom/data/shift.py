@@ -43,6 +43,9 @@ class InputShift:
             client: Number of the client.
             clients: Number of clients.
             seed: Seed of the draws.
+
+        Returns:
+            Inputs of the same shape and type.
         """
         raise NotImplementedError
 
@@ -53,6 +56,12 @@ class InputShift:
             samples: All samples.
             partition: Samples of each client.
             seed: Seed of the draws.
+
+        Returns:
+            New samples with the same labels and groups. Pixels are rounded to bytes again.
+
+        Raises:
+            InvalidValue: The inputs are tokens, or a shift of pictures gets other inputs.
         """
         inputs = samples.inputs
         if not (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
@@ -103,6 +112,9 @@ class Rotation(InputShift):
             client: Number of the client.
             clients: Number of clients.
             seed: Seed of the draws.
+
+        Returns:
+            The angle. It stays the same in all rounds.
         """
         rng = numpy_stream(seed, "shift")
         if isinstance(self.degrees, list):

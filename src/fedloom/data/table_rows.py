@@ -60,6 +60,13 @@ def table_dataset(
         test_fraction: Share of the rows held out.
         seed: Seed of the rows held out.
         agreed: Preprocessing of a federation: columns, categories and classes of all its sites.
+
+    Returns:
+        The data set, with the encoding of its columns and notices about doubtful columns.
+
+    Raises:
+        DataError: A table is damaged or has no rows to learn from.
+        InvalidValue: The target is missing, a role names no column, or no input is left.
     """
     if agreed is not None and isinstance(agreed.inputs, TableInputs):
         columns = replace(columns, inputs=[column.name for column in agreed.inputs.columns])

@@ -134,6 +134,9 @@ def checked(table: Any, source: Path | str) -> Any:
         table: Arrow table of any origin.
         source: Its name in errors.
 
+    Returns:
+        The same table.
+
     Raises:
         DataError: The table is damaged or too large, or two columns have one name.
     """
@@ -237,6 +240,9 @@ def hub_table(repository: str, split: str) -> Any:
         repository: The data set.
         split: Its part, such as `train`.
 
+    Returns:
+        An Arrow table. Pictures are bytes.
+
     Raises:
         MissingExtra: The extra `hub` is not installed.
         DataError: The data set cannot be loaded.
@@ -307,6 +313,9 @@ def column(table: Any, names: Sequence[str], source: str) -> Any:
         table: Arrow table.
         names: Names of the column; the first one that the table has is returned.
         source: Its name in errors.
+
+    Returns:
+        An Arrow column.
 
     Raises:
         DataError: The table has no such column, or a cell is empty.

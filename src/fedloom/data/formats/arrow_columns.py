@@ -110,6 +110,9 @@ def number_column(cells: Any, title: str, decimal: str) -> Any:
         title: Name of the file and the column.
         decimal: Decimal mark; "" if it is to be detected.
 
+    Returns:
+        An Arrow column of int64, booleans or float64. Empty cells are null.
+
     Raises:
         DataError: A cell is no number.
     """
@@ -134,6 +137,9 @@ def inferred_column(cells: Any, decimal: str) -> Any:
     Args:
         cells: Cells of text.
         decimal: Decimal mark; "" if it is to be detected.
+
+    Returns:
+        An Arrow column. Empty cells of numbers and dates are null.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -188,7 +194,14 @@ def _converted(cells: Any, kind: Any, decimal: str) -> Any:
 
 
 def categories(cells: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the distinct cells of a column as text, and the index of each row's cell."""
+    """Return the distinct cells of a column as text, and the index of each row's cell.
+
+    Args:
+        cells: An Arrow column. Empty cells are the category "".
+
+    Returns:
+        The texts in the order of their first rows, and the index of each row's text, `[n]`.
+    """
     import pyarrow as pa
 
     encoded = undictionary(cells).combine_chunks().dictionary_encode(null_encoding="encode")

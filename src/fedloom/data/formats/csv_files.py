@@ -58,6 +58,9 @@ def read_text_table(path: Path, options: CsvOptions) -> Any:
         path: The file.
         options: Its format.
 
+    Returns:
+        An Arrow table of text. Empty cells are "".
+
     Raises:
         DataError: The file is damaged, too large or not in its encoding (by default UTF-8 or
             UTF-16).
@@ -93,6 +96,9 @@ def typed(table: Any, source: str, options: CsvOptions) -> Any:
         table: As `read_text_table` returns it.
         source: The file, for errors.
         options: Types that are given; those of the other columns follow from their cells.
+
+    Returns:
+        An Arrow table with the same columns.
 
     Raises:
         DataError: A cell of a column of numbers is no number.

@@ -18,6 +18,9 @@ def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
     Args:
         folder: Folder of the files.
         pattern: Pattern of their names.
+
+    Returns:
+        Paths of the files; empty if none has such a name.
     """
 
     def order(path: Path) -> list[tuple[int, str]]:

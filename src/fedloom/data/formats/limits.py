@@ -83,6 +83,9 @@ def reading(path: Path | str, damage: str) -> Iterator[None]:
     Args:
         path: File or name of the data. Devices and pipes are refused.
         damage: Text for errors of other libraries.
+
+    Raises:
+        DataError: The block fails, or the path is a device or a pipe.
     """
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise DataError(f"{path}: cannot be read (it is a device or a pipe, which may have no end)")
@@ -126,6 +129,9 @@ def read_text(path: Path, kind: str = "text", share: float = 1) -> str:
         path: The file.
         kind: Kind of the text in errors.
         share: Share of the allowed memory that it may take.
+
+    Returns:
+        The whole text.
 
     Raises:
         DataError: The file cannot be read, is too large or is not UTF-8.

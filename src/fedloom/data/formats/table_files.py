@@ -104,7 +104,15 @@ def read_clients(
 
 
 def with_client(table: Any, name: str) -> Any:
-    """Return an Arrow table with the name of a client in the column `CLIENT` of all rows."""
+    """Return an Arrow table with the name of a client in the column `CLIENT` of all rows.
+
+    Args:
+        table: Arrow table without such a column.
+        name: Name of the client, for example of its file.
+
+    Returns:
+        The Arrow table with one more column.
+    """
     import pyarrow as pa
 
     return table.append_column(CLIENT, pa.array([name] * len(table), pa.string()))

@@ -52,6 +52,9 @@ def vocabulary(texts: Iterable[Sequence[str]], most: int | None = None) -> dict[
     Args:
         texts: Tokens of each text.
         most: Number of ids at most, with the two special ones; None for all.
+
+    Returns:
+        The number of each token. Rarer tokens than the `most` - 2 most frequent ones are absent.
     """
     counts = Counter(token for text in texts for token in text)
     ranked = sorted(counts, key=lambda token: (-counts[token], token))

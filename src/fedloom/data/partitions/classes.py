@@ -25,6 +25,9 @@ def partition_stream(
         seed: Seed of the generator.
         minimum: Number of samples that every client needs.
 
+    Returns:
+        A new generator at the beginning of the stream "partition".
+
     Raises:
         InvalidValue: There are too few samples, or no clients.
     """
@@ -81,6 +84,9 @@ def deal(samples: Indices, owners: Indices, clients: int, rng: np.random.Generat
         owners: Client of each sample `[n]`, -1 for none.
         clients: Number of clients.
         rng: Source of the draws.
+
+    Returns:
+        The partition, without the samples that have no owner.
     """
     mixed = rng.permutation(len(samples))
     return Partition.from_owners(samples[mixed], owners[mixed], clients)
@@ -95,6 +101,9 @@ def cut_classes(
         labels: Labels `[n]`.
         counts: Number of samples of each client and class that occurs, `[clients, classes]`.
         rng: Source of the draws.
+
+    Returns:
+        The partition. Each client's samples are in random order.
     """
     clients, classes = counts.shape
     unassigned = class_sizes(labels) - counts.sum(axis=0)

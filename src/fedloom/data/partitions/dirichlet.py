@@ -36,9 +36,9 @@ def dirichlet(
 
     Args:
         alpha: The concentration, greater than 0.
-        minimum: All is drawn anew until every client has this number of samples (10 in FedMR,
-        min(4 B, n /
-            (2 N)) = 40 in FedALA); at most 10,000 times, fewer where clients x classes is large.
+        minimum: All is drawn anew until every client has this number of samples (FedMR: 10;
+            FedALA: 40, from min(4 B, n / (2 N))); at most 10,000 times, fewer where clients x
+            classes is large.
 
     Raises:
         InvalidValue: For clients * minimum > n, or if no draw reaches `minimum`.

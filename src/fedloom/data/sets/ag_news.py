@@ -109,6 +109,9 @@ def read_csv(path: Path, columns: int) -> list[list[str]]:
         path: The file.
         columns: Number of cells in a row.
 
+    Returns:
+        The cells of each row.
+
     Raises:
         DataError: The file is damaged, or a row has another number of cells.
     """

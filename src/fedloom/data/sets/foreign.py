@@ -42,6 +42,12 @@ def foreign_dataset(
         group: Column of a table, or several, that name the client of a row.
         objective: Objective, which decides whether a target of numbers is of classes.
         options: Further roles of a table's columns, fields of `Columns`.
+
+    Returns:
+        The data set. Without test data, a share of the samples is held out.
+
+    Raises:
+        InvalidValue: Roles of columns are given for data without columns.
     """
     train, test = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     if isinstance(data, Mapping) and "train" in data:  # a DatasetDict

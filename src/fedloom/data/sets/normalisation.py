@@ -28,6 +28,9 @@ def image_dataset(
         normalise: `standard`, `half` (mean and deviation 0.5) or `none`.
         standard: The standard scale, by default that of the training pictures.
         class_names: The name of each class.
+
+    Returns:
+        The data set, with the same samples.
     """
     train, test = split
     scale: Scale | None = None

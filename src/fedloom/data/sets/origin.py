@@ -43,6 +43,9 @@ def load(
         folder: Folder of the user; by default that of the environment variable FEDLOOM_DATA.
         hub: Download the set if no folder holds it.
 
+    Returns:
+        The value that `read` or `fetch` returned.
+
     Raises:
         DataError: The set is not found; the text has the `files` to get.
     """
@@ -74,6 +77,9 @@ def cached_split(
         key: Identity of the samples within the set.
         make: Reads the samples.
         files: Files that are read: a change of size or time makes the saved samples invalid.
+
+    Returns:
+        Training and test samples, from the cache if it has them.
     """
     stamps = [
         (str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files
@@ -150,6 +156,9 @@ def candidates(folders: Sequence[str], folder: str | None) -> Iterator[Path]:
     Args:
         folders: Names of the folder that holds it.
         folder: Folder of the user; by default that of the environment variable FEDLOOM_DATA.
+
+    Yields:
+        Folders in the order in which they are searched.
     """
     base = folder or os.environ.get("FEDLOOM_DATA")
     if not base:

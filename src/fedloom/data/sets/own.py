@@ -260,6 +260,9 @@ def split_arrays(arrays: Mapping[str, Any], path: Path | str) -> list[Arrays]:
         arrays: Arrays by name, as in the data set `arrays`.
         path: Their file, for errors.
 
+    Returns:
+        One or two triples of inputs, labels and groups. Groups may be None.
+
     Raises:
         DataError: An array is missing.
     """
@@ -281,6 +284,9 @@ def function_data(source: str, layout: Layout = "channels_first") -> Dataset | S
     Args:
         source: The function, `module:function`.
         layout: Order of the dimensions of pictures.
+
+    Returns:
+        The function's data set, or training samples and, if there are any, test samples.
 
     Raises:
         DataError: The function fails or returns no data.
@@ -320,6 +326,12 @@ def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> Sequen
         splits: The arrays.
         layout: Order of the dimensions of pictures.
         source: Name of the data in errors.
+
+    Returns:
+        Samples of each split, with text numbered alike.
+
+    Raises:
+        DataError: An array has a wrong shape or type.
     """
     with reading(source, "no samples"):
         return same_names(*(_checked(split, layout, source) for split in splits))

@@ -66,6 +66,12 @@ def read_idx_samples(
         classes: The number of classes.
         first_label: The label of the first class in the file.
         transposed: The file holds pictures `[n, width, height]`.
+
+    Returns:
+        Pictures `[n, 1, height, width]` uint8, and labels from 0.
+
+    Raises:
+        DataError: A file is damaged, or a label is outside the classes.
     """
     images = read_idx(images_path)
     numbers = read_idx(labels_path)
@@ -81,6 +87,9 @@ def read_idx_samples(
 
 def read_pickle(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, list[int]]]:
     """Read a pickle opcode by opcode, without building or running anything.
+
+    Args:
+        path: A file of CIFAR's python version.
 
     Returns:
         The longest string of bytes as rows of pixels, and the whole numbers after each text.
@@ -117,6 +126,12 @@ def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> 
         paths: The files.
         label_key: Name of the list of labels.
         classes: Number of classes.
+
+    Returns:
+        Pictures `[n, 3, 32, 32]` uint8, and labels from 0, in the order of the files.
+
+    Raises:
+        DataError: A file holds no batch, or a label is outside the classes.
     """
     batches = []
     for path in paths:
@@ -135,6 +150,9 @@ def read_labelled(files: Files, channels: int, size: tuple[int, int] | None = No
         files: The files, each with its label.
         channels: 1 (grey) or 3 (colour).
         size: Height and width to scale to.
+
+    Returns:
+        Pictures `[n, channels, height, width]` uint8, and labels, in the order of the files.
     """
     labels = torch.tensor([label for _, label in files], dtype=torch.long)
     return Samples(read_files([path for path, _ in files], channels, size), labels)
@@ -150,6 +168,12 @@ def read_image_folder(
         classes: Names of the classes in the order of their labels.
         channels: 1 (grey) or 3 (colour).
         size: Height and width to scale to.
+
+    Returns:
+        Pictures `[n, channels, height, width]` uint8, sorted by class folder.
+
+    Raises:
+        DataError: A folder has an unknown class, or no folder has a picture.
     """
     numbers = {name: label for label, name in enumerate(classes)}
     names = class_folders(root)
@@ -173,6 +197,9 @@ def image_samples(table: Any, label: str, classes: int, channels: int, source: s
         classes: Number of classes.
         channels: 1 (grey) or 3 (colour).
         source: Name of the table in errors.
+
+    Returns:
+        Pictures `[n, channels, height, width]` uint8, and labels from 0.
 
     Raises:
         DataError: A picture or a label, named with its row, is unreadable.

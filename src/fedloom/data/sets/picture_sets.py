@@ -69,6 +69,9 @@ class PictureSet:
         Args:
             folder: Folder of the user.
             hub: Download the set if no folder holds it.
+
+        Returns:
+            Training and test samples.
         """
         fetch = self._fetch if self.repository else None
         return load(self.name, self.folders, self.wanted, self._read, fetch, folder, hub)
@@ -79,6 +82,9 @@ class PictureSet:
         Args:
             split: The samples.
             normalise: Normalisation of the pictures.
+
+        Returns:
+            The data set, with names of the classes and the scale of the pixels.
         """
         return image_dataset(
             self.name, split, self.classes, normalise, self.scale, self.class_names
