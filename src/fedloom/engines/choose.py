@@ -55,6 +55,9 @@ def make_engine(
         begun: Choice with which a resumed run began. The rule returns the same engine.
         **options: Options of the engine, in addition to the options in the name.
 
+    Returns:
+        The engine. Close it after use: it may hold worker processes.
+
     Raises:
         UnknownName: If no engine has this name.
         InvalidValue: If the engine does not have these options.

@@ -112,7 +112,13 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def send(self, setup: Any, assignment: Any, work: Any) -> None:
-        """Send messages to the worker's `ClientTrainer.take`. Report a dead worker in `receive`."""
+        """Send messages to the worker's `ClientTrainer.take`. Report a dead worker in `receive`.
+
+        Args:
+            setup: Packed `Setup`; None if the worker has it already.
+            assignment: Packed `Assignment`; None if the worker has it already.
+            work: Packed `Work`.
+        """
 
     @abstractmethod
     def receive(self) -> WorkDone | Exception:
@@ -300,6 +306,10 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             jobs: Jobs of the clients.
             fold: Record of the round. Workers then fold whole blocks of slots, if all clients
                 receive the same message and there are enough blocks.
+
+        Yields:
+            Answers and faults in the order in which workers finish. A folded block comes before its
+            answers, which then have no tensors.
         """
         expected = pipeline.expected(round)
         slots = [job.slot + 1 for job in jobs if job.slot is not None]
@@ -528,6 +538,9 @@ def grouped(jobs: Sequence[Job], sizes: Tensor, count: int, most: int) -> list[l
         sizes: Number of samples of each client, `[n]`.
         count: Approximate number of groups.
         most: Largest number of clients in a group.
+
+    Returns:
+        Groups of jobs, none of them empty.
     """
     groups: list[list[Job]] = []
     current: list[Job] = []

@@ -64,6 +64,9 @@ def load(
         memory: Memory of tensors and arrays.
         common: Tensors that `dump` has replaced by their indices.
         task: The receiver's task. It is required if the message contains a `Plan`.
+
+    Returns:
+        The message. Its tensors and arrays are views of `memory`.
     """
     return _Unpickler(data, memory, common, task).load()
 

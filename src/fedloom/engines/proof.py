@@ -89,6 +89,9 @@ def prove(
         training: Settings of local training.
         stack: True to also compare models that train in lock step.
 
+    Returns:
+        The shortcuts that give the same results, and notices about the others.
+
     Raises:
         InvalidValue: If training changes a buffer that is not persistent, or if clients that train
             one after another differ from plain PyTorch.

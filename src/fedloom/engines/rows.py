@@ -97,6 +97,10 @@ class RowsEngine(LocalEngine):
             round: The round.
             jobs: Jobs of the clients.
             expected: Shapes and types of replies. A worker has no server state to compute them.
+
+        Returns:
+            An iterator of answers and faults, one for each job. A client trains when its result is
+            requested.
         """
         train = partial(self.train_chunk, pipeline, round, expected)
         return self._results(pipeline, jobs, train)
@@ -121,6 +125,9 @@ class RowsEngine(LocalEngine):
             round: The round.
             expected: Shapes and types of replies.
             jobs: Jobs of the clients.
+
+        Returns:
+            Answers in the order of the jobs, or one fault.
         """
         try:
             return self._answers(pipeline, round, expected, jobs)
@@ -207,6 +214,9 @@ class RowsEngine(LocalEngine):
         Args:
             round: The round.
             jobs: Jobs of the clients.
+
+        Returns:
+            The cohort, with the samples and the memory of these clients.
         """
         clients = [job.client for job in jobs]
         return Cohort(

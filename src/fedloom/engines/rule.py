@@ -129,6 +129,9 @@ def round_seconds(
         schedule: Participation, or None if all clients train.
         step: Constant seconds of a step.
         multiply_adds: Multiply-adds per second.
+
+    Returns:
+        Seconds, for clients of mean size.
     """
     clients = task.clients if schedule is None else schedule.participants(task.clients)
     return clients * mean_steps(task) * (step + step_multiply_adds(task) / multiply_adds)

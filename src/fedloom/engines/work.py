@@ -46,6 +46,9 @@ def most_workers(task: Task, schedule: Schedule | None) -> int:
     Args:
         task: The task.
         schedule: Participation, or None if all clients train in each round.
+
+    Returns:
+        Number of workers, at least 1.
     """
     clients = task.clients if schedule is None else schedule.participants(task.clients)
     return min(torch.get_num_threads(), clients)
@@ -109,6 +112,9 @@ def multiply_adds(module: nn.Module, sample: Tensor) -> int:
     Args:
         module: The model.
         sample: One sample, `[1, ...]`.
+
+    Returns:
+        Multiply-adds of the sample. Element-wise operations are not counted.
     """
     # With gradients and without oneDNN: fused attention and recurrent layers are not counted.
     unfused = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)

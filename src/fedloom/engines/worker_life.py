@@ -32,6 +32,9 @@ def start_python(
         arguments: Arguments of the interpreter.
         environment: Additional variables. The process also has the variables of this process.
         descriptors: File descriptors that the process inherits.
+
+    Returns:
+        The process. It has its own process group and no standard input.
     """
     return subprocess.Popen(
         [sys.executable, "-P", *arguments],

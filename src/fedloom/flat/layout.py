@@ -215,6 +215,9 @@ class Layout:
         Args:
             module: The module.
             shared: Tensors of the copy that are not copied, by the ids of the module's tensors.
+
+        Returns:
+            The copy, with its own trainable parameters and buffers.
         """
         frozen = {
             id(tensor): tensor
@@ -231,6 +234,9 @@ class Layout:
                 units of consecutive layers.
             fraction: Share x of the N layers in a segment, in (0, 1]. Layer j (from 1) belongs to
                 segment ceil(j / (x N)).
+
+        Returns:
+            Units from the first layer to the last. Together they cover the row.
 
         Raises:
             InvalidValue: If the kind or the fraction is not allowed.

@@ -91,7 +91,17 @@ class Net:
         return outputs
 
     def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features (inputs of the classifier) and the outputs of one forward pass."""
+        """Return the features (inputs of the classifier) and the outputs of one forward pass.
+
+        Args:
+            inputs: Samples, `[b, ...]`.
+
+        Returns:
+            Features, `[b, ..., d]`, and outputs, `[b, ..., Y]`.
+
+        Raises:
+            InvalidValue: The model does not call its classifier.
+        """
         features: list[Tensor] = []
         handle = self.classifier.register_forward_pre_hook(
             lambda _, arguments: features.append(arguments[0])
@@ -139,12 +149,30 @@ It includes forward pass, backward pass and update.
 
 
 def data_loss(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the loss of the task's objective on the batch."""
+    """Return the loss of the task's objective on the batch.
+
+    Args:
+        net: The model of one client.
+        batch: Samples, `[b, ...]`, and their targets.
+        context: Not used; loss functions of methods get their tensors here.
+
+    Returns:
+        The mean loss of the batch, a scalar.
+    """
     return net.objective.loss(net(batch.inputs), batch.labels)
 
 
 def head_loss(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the loss on a batch of features (`Cohort.for_classifier`)."""
+    """Return the loss on a batch of features (`Cohort.for_classifier`).
+
+    Args:
+        net: The model of one client. Only its classifier is used.
+        batch: Features, `[b, ..., d]`, and targets.
+        context: Not used; loss functions of methods get their tensors here.
+
+    Returns:
+        The mean loss of the batch, a scalar.
+    """
     return net.objective.loss(net.head(batch.inputs), batch.labels)
 
 
@@ -482,6 +510,9 @@ class FlatModule:
         Args:
             row: Model, `[P]`.
             inputs: Samples, `[b, ...]`.
+
+        Returns:
+            The model's outputs, usually `[b, Y]`, without gradients.
         """
         self.layout.bind(self.frozen, row)
         return self.net.intact.call(self.frozen, self._in_fastest_layout(inputs))
@@ -496,11 +527,14 @@ class FlatModule:
 
 
 def piece(rows: Tensor, entry: TensorSlice) -> Tensor:
-    """Return a view of one tensor in all rows, `[k, *shape]`.
+    """Return a view of one tensor in all rows.
 
     Args:
         rows: The models, `[k, T or more]`.
         entry: Position of the tensor.
+
+    Returns:
+        The tensors, `[k, *shape]`.
     """
     return rows[:, entry.slice].view(len(rows), *entry.shape)
 
@@ -514,6 +548,9 @@ def light_convolutions(module: nn.Module, image: Tensor) -> bool:
     Args:
         module: The model.
         image: One sample, `[1, c, h, w]`.
+
+    Returns:
+        False also for models without 2d convolutions.
     """
     convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     if not convolutions:

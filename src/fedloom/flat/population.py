@@ -120,6 +120,9 @@ def total_variance(rows: Tensor, since: Tensor | None = None) -> Tensor:
         rows: The models, `[K, P]`.
         since: Earlier models, `[K, P]`. With them, the function returns the variance of the
             differences between both.
+
+    Returns:
+        The variance summed over the P coordinates, a scalar of the type of `rows`.
     """
     spread = torch.zeros((), dtype=rows.dtype, device=rows.device)
     origins: Iterator[Tensor | None] = repeat(None) if since is None else _blocks(since)

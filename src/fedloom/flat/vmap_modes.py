@@ -120,6 +120,9 @@ def autocast(kind: torch.dtype | None, device: torch.device) -> AbstractContextM
     Args:
         kind: Type of operations that allow it. None changes nothing.
         device: Device of the model.
+
+    Returns:
+        A context manager.
     """
     return nullcontext() if kind is None else torch.autocast(device.type, kind, cache_enabled=False)
 

@@ -175,6 +175,10 @@ def lock_steps(
             train on it separately, and then all continue in lock step.
         pad: True to pad short batches with samples that have a `share` of 0, unless padding more
             than doubles the work.
+
+    Yields:
+        Groups of clients with their next batches, each of the same size for all clients of the
+        group.
     """
     plans = [_ClientPlan(*client) for client in zip(loaders, epochs, noises, strict=True)]
     if pad:

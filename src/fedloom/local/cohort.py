@@ -112,6 +112,9 @@ class Cohort:
             choose: (samples of a client, random stream) -> chosen samples.
             purpose: Name of the stream.
             lasting: True to use the same streams in every round.
+
+        Returns:
+            A new cohort. The memory and the architecture are shared with this one.
         """
         round = replace(self.round, number=0) if lasting else self.round
         streams = [round.stream(purpose, client) for client in self.clients]
@@ -135,6 +138,9 @@ class Cohort:
             change: (loss of a client on a batch, its model with the batch's `features` and
                 `outputs`, the batch, the client's rows of `context`) -> new loss, a scalar.
             context: Tensors for `change` by name, `[k, ...]`.
+
+        Returns:
+            A new cohort that shares samples and memory with this one.
         """
         changed = copy.copy(self)
         changed.flat_module = cast(FlatModule, ChangedLoss(self.flat_module, change, context))

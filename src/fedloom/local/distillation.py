@@ -20,6 +20,11 @@ def divergence(
         student: Outputs of the student, `[..., Y]`.
         temperature: Divisor of all outputs.
         excluded: True for classes that are excluded from both distributions, bool `[..., Y]`.
+
+    Returns:
+        A scalar, at least 0. It is not multiplied by temperature^2.
+
+    Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015, section 2.
     """
     if excluded is not None:
         teacher, student = (
@@ -40,5 +45,8 @@ def teacher_outputs(net: Observed, row: Tensor, batch: Batch) -> Tensor:
         net: The student. The teacher has the same architecture.
         row: Weights of the teacher, `[P]`.
         batch: Samples, `[b, ...]`.
+
+    Returns:
+        Outputs of the classifier, `[b, Y]`, without gradients.
     """
     return prediction(net.at(row)(batch.inputs))

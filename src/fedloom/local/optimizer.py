@@ -185,6 +185,9 @@ def clipped(gradient: Tensor, limit: float) -> Tensor:
     Args:
         gradient: Gradients, `[k, T]`.
         limit: Largest norm.
+
+    Returns:
+        Gradients, `[k, T]`. Gradients with a smaller norm stay unchanged.
     """
     norm = gradient.norm(dim=1, keepdim=True)
     scaled: Tensor = gradient * (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -286,6 +289,9 @@ class TorchOptimizers:
             members: Numbers of the g clients.
             tensors: Their tensors, `[g, ...]`.
             equal_rates: True if all their remaining steps have the same rates.
+
+        Returns:
+            A function that makes one step. It changes the tensors in place.
         """
         if self._joint is not None:
             if equal_rates and list(members) == list(range(self.clients)):

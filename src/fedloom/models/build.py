@@ -25,6 +25,9 @@ def build_model(model: str | Callable[..., Any], spec: DataSpec, seed: int) -> n
         spec: Shape of the data. A callable gets it if it has a parameter `spec`.
         seed: Seed of the initial weights.
 
+    Returns:
+        The model, with weights that depend only on `seed`.
+
     Raises:
         InvalidValue: The model cannot be built, or is not a `torch.nn.Module`.
     """

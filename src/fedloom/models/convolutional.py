@@ -122,5 +122,13 @@ def feddc_cnn(spec: DataSpec) -> nn.Module:
 
 
 def is_femnist(variant: Variant, channels: int) -> bool:
-    """Return True for FedMR's FEMNIST model, False for its CIFAR model."""
+    """Return True for FedMR's FEMNIST model, False for its CIFAR model.
+
+    Args:
+        variant: `femnist`, `cifar` or `auto`, which decides by the channels.
+        channels: Number of channels of a sample: 1 for grey images.
+
+    Returns:
+        The decision for `auto`: one channel means FEMNIST.
+    """
     return channels == 1 if variant == "auto" else variant == "femnist"

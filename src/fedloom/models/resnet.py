@@ -53,6 +53,11 @@ def stage(channels: int, out: int, stride: int, *, depth: int, project: bool) ->
         stride: Stride of the lowest block.
         depth: Number of blocks.
         project: Shortcuts have a convolution (He's option B) instead of padding (A).
+
+    Returns:
+        A module from `[b, channels, h, w]` to `[b, out, h / stride, w / stride]`.
+
+    Source: He et al., Deep Residual Learning for Image Recognition, CVPR 2016.
     """
     bottom = BasicBlock(channels, out, stride, project=project)
     return nn.Sequential(

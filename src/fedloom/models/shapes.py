@@ -9,6 +9,14 @@ from fedloom.data import DataSpec
 def image_shape(model: str, spec: DataSpec, least: int = 1) -> tuple[int, int, int]:
     """Return `(channels, height, width)`.
 
+    Args:
+        model: Name of the model, with which errors begin.
+        spec: Shape of the data.
+        least: Smallest height and width in pixels.
+
+    Returns:
+        Channels, height and width.
+
     Raises:
         InvalidValue: The data are not images with at least `least` pixels on each side.
     """
@@ -25,6 +33,13 @@ def image_shape(model: str, spec: DataSpec, least: int = 1) -> tuple[int, int, i
 def flat_features(model: str, spec: DataSpec) -> int:
     """Return the number of features or pixels of a sample.
 
+    Args:
+        model: Name of the model, with which errors begin.
+        spec: Shape of the data.
+
+    Returns:
+        Product of the dimensions of a sample.
+
     Raises:
         InvalidValue: The data are tokens.
     """
@@ -35,6 +50,13 @@ def flat_features(model: str, spec: DataSpec) -> int:
 
 def vocabulary(model: str, spec: DataSpec) -> int:
     """Return the number of tokens of the data.
+
+    Args:
+        model: Name of the model, with which errors begin.
+        spec: Shape of the data.
+
+    Returns:
+        Number of different tokens. Their ids are smaller than it.
 
     Raises:
         InvalidValue: The data are not sequences of tokens.

@@ -24,6 +24,9 @@ def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) 
     Args:
         module: The module.
         shared: Replacements for some of its tensors, by their `id`.
+
+    Returns:
+        The copy. Tensors with a replacement are shared, all others are new.
     """
     # To copy a parameter, PyTorch imports its compiler, which takes longer than importing PyTorch.
     memo = dict(shared)
@@ -159,6 +162,15 @@ def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
     The module's attribute `blocks` lists tuples of dotted names of submodules. A parameter belongs
     to the longest of these names that is a prefix. Without the attribute, each layer is a block.
+
+    Args:
+        module: The architecture.
+
+    Returns:
+        Names of parameters, one tuple for each block.
+
+    Raises:
+        InvalidValue: `blocks` names an unknown submodule, or leaves out a trainable parameter.
     """
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     declared = getattr(module, "blocks", None)

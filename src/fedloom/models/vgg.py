@@ -17,6 +17,9 @@ def stage(channels: int, out: int, depth: int) -> nn.Sequential:
         channels: Input channels.
         out: Output channels.
         depth: Number of convolutions.
+
+    Returns:
+        A module from `[b, channels, h, w]` to `[b, out, h, w]`.
     """
     layers: list[nn.Module] = []
     for i in range(depth):

@@ -54,8 +54,13 @@ class Metric:
     def text(self, value: float, digits: int = 2) -> str:
         """Format a value without its unit.
 
-        A share is shown in per cent with `digits` decimals, any other value with `digits + 2`
-        significant digits.
+        Args:
+            value: Value of the metric; a share is in [0, 1].
+            digits: Number of decimals of a share in per cent. Other values get `digits + 2`
+                significant digits.
+
+        Returns:
+            The number as text: "97.31" for a share of 0.9731.
         """
         return f"{100 * value:.{digits}f}" if self.share else f"{value:.{digits + 2}g}"
 
@@ -174,6 +179,9 @@ class Objective(ABC):
             targets: Targets of the data set.
             classes: Number of classes; 0 if the targets are not classes.
             vocabulary: Number of tokens, if the data are sequences of tokens.
+
+        Returns:
+            Number of outputs; by default the number of classes.
         """
         return classes
 
@@ -211,6 +219,9 @@ def on_device(
         values: Values of the tensor.
         device: Device of the tensor.
         dtype: Type of the tensor; None for PyTorch's default.
+
+    Returns:
+        A tensor `[len(values)]`. Later calls return the same tensor, so it must not be changed.
     """
     return torch.tensor(values, dtype=dtype, device=device)
 

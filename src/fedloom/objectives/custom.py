@@ -90,6 +90,13 @@ def build_objective(
             function that returns the loss of each sample, or an objective.
         metrics: The metrics of the task. With `accuracy` a function is the criterion of a
             classification.
+
+    Returns:
+        The objective.
+
+    Raises:
+        UnknownName: No objective has this name.
+        InvalidValue: The path does not lead to a function or an objective.
     """
     if isinstance(expression, Objective):
         return expression

@@ -125,7 +125,13 @@ def counted_shapes(metrics: Iterable[NamedMetric]) -> dict[str, tuple[int, ...]]
 
 
 def require_defined(totals: Totals, samples: int) -> None:
-    """Raise `InvalidValue` for a metric with a number of defined samples outside 0 to `samples`."""
+    """Raise `InvalidValue` for a metric with a number of defined samples outside 0 to `samples`.
+
+    Args:
+        totals: Sums over samples, by name. Entries without the prefix of defined samples are
+            ignored.
+        samples: Number of samples that were evaluated.
+    """
     for name, total in totals.items():
         if name.startswith(_DEFINED) and not 0 <= float(total) <= samples:
             raise InvalidValue(
@@ -170,6 +176,12 @@ def build_metrics(
         objective: The objective of the task. Its own figures are skipped.
         outputs: Number of outputs of the model, if known. Metrics by name are then tried on a few
             samples.
+
+    Returns:
+        The metrics with their names, in the order of `metrics`.
+
+    Raises:
+        InvalidValue: A metric is not valid for the task, or two have one name.
     """
     if isinstance(metrics, str):
         raise InvalidValue(f"metrics must be a list, such as [{metrics!r}]")

@@ -32,6 +32,9 @@ def epsilon(noise: float, share: float, releases: int, delta: float, earlier: fl
         delta: Probability of a larger loss.
         earlier: Sum of 1 / noise^2 over earlier releases with all clients.
 
+    Returns:
+        Epsilon, at least 0. It is an upper bound.
+
     Raises:
         FedloomError: If dp-accounting is not installed.
 
@@ -58,6 +61,9 @@ def noise_for(target: float, share: float, releases: int, delta: float) -> float
         share: Probability with which each client independently takes part in a release.
         releases: Number of noisy sums.
         delta: Probability of a larger loss.
+
+    Returns:
+        Standard deviation of the noise, as a multiple of the largest contribution of a client.
 
     Raises:
         InvalidValue: Noise of 1e6 is not enough.

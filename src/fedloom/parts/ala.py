@@ -105,6 +105,13 @@ class Ala(Part):
     def top(self, cohort: Cohort, inner: Inner) -> Unit:
         """Return the blended columns: the parameters of the `p` highest blocks that travel.
 
+        Args:
+            cohort: The clients, with the architecture and its blocks.
+            inner: The inner method, which decides the columns that travel.
+
+        Returns:
+            Slices of a row `[P]`.
+
         Raises:
             InvalidValue: Fewer than `p` blocks travel.
         """
@@ -137,6 +144,10 @@ class Ala(Part):
             received: The download, `[k, m]`.
             top: The blended columns.
             inner: The inner method.
+
+        Returns:
+            The start of the inner method, with the learned weights. In the first rounds, and for
+            clients without an old model, the start is the download.
         """
         memory = cohort.memory
         rows = inner.algorithm.complete(cohort, received)
@@ -226,21 +237,37 @@ class Ala(Part):
         )
 
     def chosen(self, samples: Samples, count: int, generator: torch.Generator) -> Samples:
-        """Return `count` of a client's samples: here a random subset."""
+        """Return `count` of a client's samples: here a random subset.
+
+        Args:
+            samples: All training samples of the client.
+            count: Number of samples to choose, at most all.
+            generator: Random stream of the client and the round.
+
+        Returns:
+            The chosen samples.
+        """
         return samples[torch.randperm(len(samples), generator=generator)[:count]]
 
     def epoch_loss(self, mean: Tensor, last: Tensor) -> Tensor:
-        """Return the loss of an epoch, `[k]`: here the mean over its batches.
+        """Return the loss of an epoch: here the mean over its batches.
 
         Args:
             mean: Mean loss of the batches, `[k]`.
             last: Loss of the last batch, `[k]`.
+
+        Returns:
+            Losses, `[k]`. Learning stops when they vary little.
         """
         return mean
 
     def record_learning(self, cohort: Cohort, blend: Blend) -> None:
         """Record the number of epochs of learning and the loss of the last epoch in the clients'
         figures.
+
+        Args:
+            cohort: The clients. Their figures are changed.
+            blend: The result of `blend`, with the losses of all epochs.
         """
         if blend.losses:
             history = torch.stack(blend.losses)

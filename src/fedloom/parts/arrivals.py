@@ -54,7 +54,12 @@ class Arrivals(Part):
         return (self.state["client"] < 0).nonzero()[:, 0]
 
     def store(self, slots: Tensor, **rows: Tensor) -> None:
-        """Replace rows of the state, by name, in these slots."""
+        """Replace rows of the state, by name, in these slots.
+
+        Args:
+            slots: Numbers of the slots, `[r]`.
+            rows: New rows by name, `[r, ...]`.
+        """
         for name, values in rows.items():
             stored = self.state[name]
             self.state[name] = stored.index_copy(0, slots.to(stored.device), values)
@@ -70,6 +75,10 @@ class Arrivals(Part):
     def enter(self, version: int, exchange: Exchange) -> None:
         """Over real sites, store which clients received this `version` of the model, and the
         messages.
+
+        Args:
+            version: Version of the model that the clients received.
+            exchange: Record of the round, with the selection and the messages.
         """
         free = self.free()
         if self.plan.remote and len(free):

@@ -165,6 +165,10 @@ def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
         a: Displacements, `[k, T]`.
         b: Displacements, `[c, T]`.
         distance: `cosine`, `l1` or `l2`. The angle is 0 where a row is zero.
+
+    Returns:
+        Distances, `[k, c]`: angles in radians, sums of absolute differences, or squared Euclidean
+        distances.
     """
     if distance == "l1":
         return torch.cdist(a, b, p=1)
@@ -182,6 +186,9 @@ def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
     Args:
         sizes: Number of samples of each client.
         count: Number of clusters.
+
+    Returns:
+        For each cluster, the integer mass of its clients. Every cluster has a mass of sum(sizes).
     """
     clusters: list[Distribution] = [{} for _ in range(count)]
     order = sorted(range(len(sizes)), key=lambda client: (-sizes[client], client))
@@ -198,6 +205,9 @@ def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[l
             code.
         sizes: Number of samples of each client.
         count: Number of clusters.
+
+    Returns:
+        Groups of client numbers. Each client is in one group.
     """
     # Imported here, since it adds a fifth to the time to import PyTorch.
     from scipy.cluster.hierarchy import to_tree, ward
@@ -227,6 +237,9 @@ def clusters_of_groups(
         order: Order in which the other clients fill the clusters.
         sizes: Number of samples of each client.
         count: Number of clusters.
+
+    Returns:
+        For each cluster, the integer mass of its clients. Every cluster has a mass of sum(sizes).
     """
     capacity = sum(sizes)
     mass = {client: size * count for client, size in enumerate(sizes)}

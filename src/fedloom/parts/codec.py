@@ -42,7 +42,15 @@ class Codec(Part):
 
     @abstractmethod
     def code_shapes(self, size: int, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor in the code of `size` numbers, by name."""
+        """Return the shape of each tensor in the code of `size` numbers, by name.
+
+        Args:
+            size: Number of coded columns.
+            layout: Layout of the model.
+
+        Returns:
+            Shapes by name, without the dimension of clients.
+        """
 
     @abstractmethod
     def encode_rows(self, rows: Tensor, streams: Streams, layout: Layout) -> dict[str, Tensor]:
@@ -77,6 +85,13 @@ class Codec(Part):
 
         If `recodes` is set and the reply contains another code, these are its numbers; otherwise
         the model and tensors of the same length.
+
+        Args:
+            shapes: Shapes of the tensors in a reply, by name, without the dimension of clients.
+            inner: The algorithm and the parts inside.
+
+        Returns:
+            Numbers of columns by name. Uncoded tensors are absent.
         """
         if self.recodes:
             codes = {
@@ -164,6 +179,9 @@ def packed(name: str, rows: Tensor, size: int, code: Mapping[str, Tensor]) -> Me
         rows: The tensor before coding, `[k, m]`.
         size: Number of coded columns, which come first. The remaining columns become `rest`.
         code: Tensors of the code by name.
+
+    Returns:
+        Tensors by name: `name.key` for the code, and `name.rest`.
     """
     message = {f"{name}.{key}": tensor for key, tensor in code.items()}
     if rows.shape[1] > size:
@@ -172,8 +190,15 @@ def packed(name: str, rows: Tensor, size: int, code: Mapping[str, Tensor]) -> Me
 
 
 def with_rest(message: Message, name: str, rows: Tensor) -> Tensor:
-    """Return the decoded columns and the remaining columns of a tensor, which are removed from the
-    message.
+    """Return the decoded columns and the remaining columns of a tensor.
+
+    Args:
+        message: The coded message. The remaining columns are removed from it.
+        name: Name of the tensor.
+        rows: Its decoded columns, `[k, size]`.
+
+    Returns:
+        The tensor, `[k, m]`.
     """
     if f"{name}.rest" in message:
         return torch.cat([rows, message.pop(f"{name}.rest")], 1)

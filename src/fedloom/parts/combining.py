@@ -54,6 +54,9 @@ def combinations(first: str, second: str) -> Iterator[Combination]:
         first: A name or an expression. A part may lack its method, as in `sparse(share=0.1)`.
         second: A name or an expression, likewise.
 
+    Yields:
+        Different expressions, each with the reason if it is refused.
+
     Raises:
         UnknownName: A name is not registered.
         InvalidValue: One of the two cannot be built on its own.

@@ -36,6 +36,9 @@ def flatten(method: Method, choose: Choose, number: int = 0) -> Pipeline:
         method: The expression.
         choose: Returns the present stage of each `Stages`.
         number: Number of the round.
+
+    Returns:
+        The pipeline, with the parts from the outermost to the innermost.
     """
     parts: list[Part] = []
     stage = None
@@ -94,6 +97,9 @@ def client_pipeline(method: Method, number: int, inbox: Message) -> Pipeline:
         method: The expression.
         number: Number of the round.
         inbox: The server's message. It contains the stage if the run chooses it.
+
+    Returns:
+        The pipeline, with the plans of later stages set to their first round.
     """
     first_rounds: dict[int, int] = {}
 

@@ -68,11 +68,15 @@ class FisherMerge(Part):
 
 
 def fisher_information(cohort: Cohort, rows: Tensor) -> Tensor:
-    """Return the diagonal of the Fisher information of each client's model, `[k, T]`.
+    """Return the diagonal of the Fisher information of each client's model.
 
     Args:
         cohort: The clients, with their samples.
         rows: One model for each client, `[k, P]`.
+
+    Returns:
+        Means over samples, `[k, T]`, of the expected squared gradient. The expectation is over
+        labels with the model's probabilities, and is exact.
     """
     module = cohort.flat_module
     total = rows.new_zeros(len(rows), cohort.layout.trainable)

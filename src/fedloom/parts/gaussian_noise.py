@@ -51,6 +51,9 @@ def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
         like: A tensor with the shape and device of the result.
         generator: Source of the numbers; None for the system's cryptographic generator (Box and
             Muller).
+
+    Returns:
+        Independent numbers with mean 0 and deviation 1.
     """
     if generator is not None:
         drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)

@@ -94,11 +94,14 @@ class Gossip(Part):
 
 
 def adjacency(graph: str, nodes: int) -> Tensor:
-    """Return True for each pair of neighbours, bool `[N, N]`, symmetric and False on the diagonal.
+    """Return True for each pair of neighbours.
 
     Args:
         graph: Kind of graph, as in `Gossip`.
         nodes: Number of nodes.
+
+    Returns:
+        A matrix, bool `[N, N]`, symmetric and False on the diagonal.
     """
     import networkx  # imported here, since its import is slow
 

@@ -19,18 +19,30 @@ class LossTerm(Part):
     def change(
         self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the loss to train on, a scalar.
+        """Return the loss to train on.
 
         Args:
             loss: A client's loss on a batch, a scalar.
             net: Its model, with `features` and `outputs` of the batch.
             batch: The batch.
             context: The client's rows of the tensors from `context`.
+
+        Returns:
+            A scalar with gradients.
         """
         raise NotImplementedError
 
     def context(self, cohort: Cohort, inbox: Message, inner: Inner) -> dict[str, Tensor]:
-        """Return the tensors `[k, ...]` that `change` reads."""
+        """Return the tensors that `change` reads.
+
+        Args:
+            cohort: The clients.
+            inbox: Decoded message.
+            inner: The algorithm and the parts inside.
+
+        Returns:
+            Tensors by name, `[k, ...]`; by default none.
+        """
         return {}
 
     def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:

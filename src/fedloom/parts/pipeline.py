@@ -214,6 +214,13 @@ class Pipeline:
     def open(self, round: Round, selection: Selection) -> Exchange:
         """Return the record of a round with its messages: from the algorithm, after moves, and as
         they travel.
+
+        Args:
+            round: The round.
+            selection: Its clients.
+
+        Returns:
+            The record. All parts read it, and the federation sends its `wire`.
         """
         sent = dict(self.algorithm.send(round))
         moved = self._with_stage(sent)
@@ -306,7 +313,15 @@ class Pipeline:
         return sorted(coders, key=lambda part: "coded" in part.hooks())
 
     def decoded(self, round: Round, message: Message) -> Message:
-        """Return the decoded contents of replies, with updates instead of models."""
+        """Return the decoded contents of replies, with updates instead of models.
+
+        Args:
+            round: The round.
+            message: Replies as they travel, `[r, ...]` by name.
+
+        Returns:
+            Replies before coding. After a code, "model" is w - w_t.
+        """
         if not self.acting["decode"]:
             return message
         specs = self._specs(round)
@@ -329,7 +344,15 @@ class Pipeline:
         return replies.with_matrices(matrices)
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
-        """Return the aggregate of some replies for the server's step."""
+        """Return the aggregate of some replies for the server's step.
+
+        Args:
+            round: The round.
+            replies: Replies of a block of slots, as they travel.
+
+        Returns:
+            Sums over these replies.
+        """
         replies = self._decoded(round, replies)
         for part in self.acting["release"]:
             return part.fold(round, replies)
@@ -391,11 +414,14 @@ class Pipeline:
             part.account(exchange.round, exchange.selection)
 
     def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
-        """Return the server's integer buffers, `[Z]`.
+        """Return the server's integer buffers.
 
         Args:
             rows: Integer buffers of the replies, `[r, Z]`.
             current: The server's present buffers, `[Z]`.
+
+        Returns:
+            Integer buffers, `[Z]`.
         """
         for part in self.acting["integers"]:
             return part.integers(rows, current)
@@ -409,7 +435,15 @@ class Pipeline:
         return model
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
-        """Return the message from which clients personalise before `round`."""
+        """Return the message from which clients personalise before `round`.
+
+        Args:
+            round: The round that follows the present state of the server.
+            clients: The clients that personalise.
+
+        Returns:
+            The message, one row for all clients or one for each.
+        """
         message = self._with_stage(dict(self.algorithm.deploy(round, clients)))
         model = message.get("model")
         whole = model is not None and model.shape == (1, self.plan.layout.size)
@@ -451,7 +485,15 @@ class Pipeline:
     # --- the clients ---
 
     def work(self, cohort: Cohort, inbox: Message) -> Message:
-        """Return the replies of a cohort to a message: decode, train, corrupt and encode."""
+        """Return the replies of a cohort to a message: decode, train, corrupt and encode.
+
+        Args:
+            cohort: The clients.
+            inbox: The message as it travels, one row for all clients or one for each.
+
+        Returns:
+            The replies as they travel, `[k, ...]` by name.
+        """
         if self.watch is not None:
             return self.watch(self._work, cohort, inbox)
         return self._work(cohort, inbox)
@@ -468,13 +510,29 @@ class Pipeline:
         return reply
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        """Train a cohort and return its replies before coding."""
+        """Train a cohort and return its replies before coding.
+
+        Args:
+            cohort: The clients.
+            inbox: Decoded message.
+
+        Returns:
+            The replies, `[k, ...]` by name.
+        """
         for part in self.acting["train"]:
             return part.train(cohort, inbox, self.inside(part))
         return self.algorithm.train(cohort, inbox)
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        """Return the model `[k, P]` that each client would use."""
+        """Return the model that each client would use.
+
+        Args:
+            cohort: The clients.
+            inbox: The message of `deploy`.
+
+        Returns:
+            The models, `[k, P]`.
+        """
         inbox = self._without_stage(cohort, inbox)
         for part in self.acting["personalise"]:
             return part.personalise(cohort, inbox, self.inside(part))

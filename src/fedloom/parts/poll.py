@@ -19,7 +19,15 @@ class PollAlgorithm(Algorithm):
         """Skip the checks of fields, since users do not set them."""
 
     def bind(self, part: Part, inner: Pipeline) -> "PollAlgorithm":
-        """Ask for `part`, which personalises through the pipeline `inner` inside it."""
+        """Ask for `part`, which personalises through the pipeline `inner` inside it.
+
+        Args:
+            part: The part with the poll.
+            inner: The pipeline of the algorithm and the parts inside `part`.
+
+        Returns:
+            This algorithm.
+        """
         self.part = part
         self.inside = inner
         self.plan = inner.plan
@@ -37,5 +45,13 @@ class PollAlgorithm(Algorithm):
 
 
 def poll_pipeline(pipeline: Pipeline, part: Part) -> Pipeline:
-    """Return the pipeline for the poll of `part`."""
+    """Return the pipeline for the poll of `part`.
+
+    Args:
+        pipeline: The pipeline of the round.
+        part: A part of this pipeline.
+
+    Returns:
+        A pipeline without parts. Its clients reply with one number each.
+    """
     return Pipeline(PollAlgorithm().bind(part, pipeline.inside(part)))

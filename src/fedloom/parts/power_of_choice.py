@@ -61,7 +61,14 @@ class PowerOfChoice(Part):
         self.state["losses"] = torch.full((plan.clients,), torch.inf, dtype=torch.float64)
 
     def drawn(self, round: Round) -> tuple[int, ...]:
-        """Return the candidates of a round."""
+        """Return the candidates of a round.
+
+        Args:
+            round: The round, with its random streams.
+
+        Returns:
+            Client numbers, drawn by size without replacement.
+        """
         count = min(self.candidates or 2 * round.participants, round.clients)
         sizes = self.plan.sizes(torch.arange(round.clients)).double()
         # Taking the largest log(u) / n draws without replacement by n (Efraimidis and Spirakis

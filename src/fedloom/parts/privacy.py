@@ -59,7 +59,15 @@ class Accounted(Part):
 
     @abstractmethod
     def solve(self, target: float, rounds: int) -> float:
-        """Return the noise for which `rounds` rounds cost the epsilon `target`."""
+        """Return the noise for which `rounds` rounds cost the epsilon `target`.
+
+        Args:
+            target: Largest epsilon at the end.
+            rounds: Number of rounds of the run.
+
+        Returns:
+            Standard deviation of the noise, as a multiple of the clip.
+        """
 
     def bound(self) -> float:
         """Return the largest allowed length of an update."""
@@ -75,6 +83,12 @@ class Accounted(Part):
     def counted(self, selection: Selection) -> tuple[int, ...] | None:
         """Return the clients with one more release after a round, or None if releases are counted
         for all clients together.
+
+        Args:
+            selection: The clients that took part in the round.
+
+        Returns:
+            Client numbers, or None.
         """
         return None
 

@@ -197,6 +197,10 @@ def _require(pipeline: Pipeline, requirements: dict[str, Requirement]) -> None:
 def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
     """Raise `InvalidValue` unless the stages of an expression fit together and the parts around
     them.
+
+    Args:
+        method: The whole expression.
+        pipelines: The pipeline of each stage.
     """
     if len(pipelines) == 1:
         return
@@ -217,6 +221,10 @@ def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
 def require_units(method: Method, pipelines: list[Pipeline]) -> None:
     """Raise `InvalidValue` unless clients exchange the same units in all stages inside one
     exchange.
+
+    Args:
+        method: The whole expression.
+        pipelines: The pipeline of each stage.
     """
     for part in (part for part in parts_of(method) if "exchange" in part.hooks()):
         around = _containing(part, pipelines)

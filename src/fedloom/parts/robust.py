@@ -148,6 +148,13 @@ def coordinate_median(rows: Tensor) -> Tensor:
 def trimmed_mean(rows: Tensor, trimmed: int) -> Tensor:
     """Return the mean of each coordinate without its `trimmed` largest and smallest values.
 
+    Args:
+        rows: Replies, `[K, P]`.
+        trimmed: Number of values that are removed at each end, less than K / 2.
+
+    Returns:
+        The mean of the others, `[P]`.
+
     Source: Yin et al. 2018, definition 2.
     """
     return rows.sort(0).values[trimmed : len(rows) - trimmed].mean(0)
@@ -183,6 +190,9 @@ def centered_clipping(
         radius: r; None is the median of |x_k - c|.
         steps: Number of steps. One step is the norm clipping of Sun et al. 2019, "Can you really
             backdoor federated learning?".
+
+    Returns:
+        c, `[P]`.
 
     Source: Karimireddy et al. 2021, "Learning from history for Byzantine robust optimization",
     equation 3.

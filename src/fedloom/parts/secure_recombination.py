@@ -119,6 +119,9 @@ class Secure(Part):
             round: The round.
             clients: The clients that take part.
             when: `before_train` or `before_upload`.
+
+        Returns:
+            The source of each layer, and the number of messages.
         """
         return rehearse(
             clients, len(self.units()), self.rules(), stream_choices(round.stream), when

@@ -116,6 +116,9 @@ class Stages(Part):
         Args:
             number: The round.
             since: Number of the first stage to consider.
+
+        Returns:
+            Number of the stage, from 0.
         """
         last = len(self.stages) - 1
         for stage in range(since, last):
@@ -192,6 +195,9 @@ def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> 
         losses: Losses by round.
         patience: Number of rounds in each mean.
         improvement: Required relative decrease.
+
+    Returns:
+        False while there are fewer than 2 `patience` losses.
     """
     if len(losses) < 2 * patience:
         return False

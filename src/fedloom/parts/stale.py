@@ -70,11 +70,14 @@ class StaleReplies(Arrivals):
 
     @abstractmethod
     def moved(self, model: Tensor, sent: Tensor, rows: Tensor, stale: Tensor) -> Tensor:
-        """Return models that replace stale replies, `[k, P]`.
+        """Return models that replace stale replies.
 
         Args:
             model: The present model, `[1, P]`.
             sent: The models that the clients received, `[k, P]`.
             rows: Their replies, `[k, P]`.
             stale: Number of versions by which the present model is ahead, `[k, 1]`.
+
+        Returns:
+            Models, `[k, P]`.
         """

@@ -68,6 +68,9 @@ class StaleUpdates(UsesStaleUpdates):
             reply: The replies, with the trained models `[k, P]`.
             update: D_i, `[k, T]`.
             stale: y_i, `[k, T]`.
+
+        Returns:
+            The replies, with the model w_i - y_i.
         """
         return {**reply, "model": _shifted(reply["model"], -stale)}
 
@@ -89,21 +92,27 @@ class StaleUpdates(UsesStaleUpdates):
             self.state["mean_update"] = self.state["mean_update"] + added
 
     def changes(self, replies: Replies, change: Tensor) -> Tensor:
-        """Return the changes of a_i y_i, `[r, T]`, with a_i the weight of client i in y.
+        """Return the changes of a_i y_i, with a_i the weight of client i in y.
 
         Args:
             replies: The replies.
             change: Uploaded changes, `[r, T]`.
+
+        Returns:
+            Changes, `[r, T]`.
         """
         return change
 
     def step(self, round: Round, replies: Replies, change: Tensor) -> Tensor:
-        """Return the updates `[r, T]` that the inner method averages.
+        """Return the updates that the inner method averages.
 
         Args:
             round: The round.
             replies: The replies.
             change: Uploaded changes D_i - y_i, `[r, T]`.
+
+        Returns:
+            Updates, `[r, T]`.
         """
         raise NotImplementedError
 

@@ -64,13 +64,30 @@ class SharedMemory:
         weakref.finalize(self, os.close, descriptor)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor."""
+        """Return an uninitialised tensor.
+
+        Args:
+            shape: Shape of the tensor.
+            dtype: Type of its numbers.
+
+        Returns:
+            The tensor, in a region of the shared memory. The region is used again after the tensor
+            is freed.
+        """
         size = prod(shape) * dtype.itemsize
         array, _ = self.region(size)
         return torch.from_numpy(array)[:size].view(dtype).view(*shape)
 
     def region(self, size: int) -> tuple[npt.NDArray[np.uint8], Position]:
-        """Return an unused region of at least `size` bytes, and its position."""
+        """Return an unused region of at least `size` bytes, and its position.
+
+        Args:
+            size: Number of bytes that are needed.
+
+        Returns:
+            The bytes, and their position: start, length and an offset of 0. The length is a power
+            of 2.
+        """
         rounded = 1 << (max(size, SMALLEST) - 1).bit_length()
         idle = self._idle[rounded]
         if not idle:
@@ -117,6 +134,9 @@ def pack(message: Any, memory: SharedMemory, common: Mapping[int, int] | None = 
         message: The message.
         memory: Shared memory of this process.
         common: Indices of tensors that the receiver already has, by their ids (see `dump`).
+
+    Returns:
+        The pickled message, and the positions of its tensors. Small tensors are inside the parcel.
     """
     data, buffers = dump(message, common)
     entries: list[tuple[Position, int] | bytes] = []

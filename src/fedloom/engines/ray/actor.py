@@ -39,5 +39,14 @@ class TrainingActor:
         return os.getpid()
 
     def take(self, setup: Packed | None, assignment: Packed | None, work: Packed) -> Packed:
-        """Handle packed messages, and return the packed answer (see `ClientTrainer.take`)."""
+        """Handle packed messages, and return the packed answer (see `ClientTrainer.take`).
+
+        Args:
+            setup: Packed `Setup`, if it is new.
+            assignment: Packed `Assignment`, if it is new.
+            work: Packed `Work`.
+
+        Returns:
+            Packed `WorkDone`, or the packed exception that the parent raises.
+        """
         return self.dump(self.trainer.take(setup, assignment, work))

@@ -124,6 +124,9 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
         gpus: Number of GPUs of a local cluster.
         object_store: Bytes for objects on a local cluster.
 
+    Returns:
+        The session. Call `leave` once for each call of `join`.
+
     Raises:
         MissingExtra: If Ray is not installed.
         InvalidValue: If this process is connected to another cluster.
@@ -207,6 +210,9 @@ def has_room(ray: Any, cpus: float, gpus: float) -> bool:
         ray: The package.
         cpus: Number of cores that the actor reserves.
         gpus: Number of GPUs that the actor reserves.
+
+    Returns:
+        False if every living node has fewer cores or GPUs in total.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes)
