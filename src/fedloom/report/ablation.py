@@ -50,10 +50,18 @@ class AblationLine:
 
 
 def ablations(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[AblationLine]]:
-    """Return, by name, the parameters in which runs differ that agree in all else but the seed: a
-    line of accuracies over the values for each combination of the others. Configuration keys count,
-    and parameters of methods with their defaults; a method beside `stages(first:n, method)` counts
-    as the one whose first stage has 0 rounds.
+    """Return, by name, the parameters in which runs differ that agree in all else but the seed.
+
+    Configuration keys count, and parameters of methods with their defaults. Beside runs of
+    `stages(first:n, method)`, a run of `method` counts as one with 0 rounds of the first stage.
+
+    Args:
+        runs: Runs of any methods and settings.
+        by: The measure; runs without it are left out.
+
+    Returns:
+        For each parameter its lines of figures over the values, one line for each combination of
+        the other parameters.
     """
     calls = [_call(run) for run in runs]
     two_staged = [call for call in calls if call.name == "stages" and len(call.positional) == 2]
@@ -92,8 +100,18 @@ def ablations(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[Ablat
 def ablation_figure(
     name: str, lines: Sequence[AblationLine], by: Criterion, looks: Mapping[str, Style]
 ) -> go.Figure:
-    """Draw accuracy over the values, mean over seeds ± one standard deviation, in the methods'
-    colours (grey: several): a line over at least three numbers, and else bars.
+    """Draw accuracy over the values, mean over seeds ± one standard deviation.
+
+    At least three numbers are joined by lines; other values are bars.
+
+    Args:
+        name: Name of the parameter, the title of the axis.
+        lines: Lines of `ablations`; only the first 8 are drawn.
+        by: The measure of the figures.
+        looks: Styles by method. A line of several methods is grey.
+
+    Returns:
+        The figure. Numbers of a wide range are on a logarithmic axis.
     """
     methods, share = [line.method for line in lines], by.metric.share
     by_method = None not in methods and len(set(methods)) == len(methods)

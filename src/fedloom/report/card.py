@@ -16,7 +16,17 @@ from fedloom.report.summary import RunSummary
 def model_card(
     run: RunSummary, preprocessing: Preprocessing, model: str, task: Mapping[str, Any]
 ) -> str:
-    """Return the card of the model of a finished run; `task` has the sizes in its `task.json`."""
+    """Return the card of the model of a finished run.
+
+    Args:
+        run: Figures and configuration of the run.
+        preprocessing: Inputs and outputs of the model.
+        model: Expression of the model.
+        task: Contents of the run's `task.json`, with the sizes of the data.
+
+    Returns:
+        The text of a Markdown page.
+    """
     inputs = preprocessing.inputs
     columns = inputs.columns if isinstance(inputs, TableInputs) else ()
     notices = [notice for timing in run.timings for notice in timing.get("notices", ())]

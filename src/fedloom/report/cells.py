@@ -89,8 +89,16 @@ def _number(cell: Cell) -> float | None:
 
 
 def score_cell(spread: Spread | None, metric: Metric, mark: str = "") -> Cell:
-    """Return the cell of a metric over seeds, a share in per cent: `87.21 ± 0.48`, and a mark
-    behind it.
+    """Return the cell of a metric over seeds, such as `87.21 ± 0.48`.
+
+    Args:
+        spread: Mean and deviation in the metric's units, shares in [0, 1]; None if nothing was
+            measured.
+        metric: The metric. Shares are shown in per cent, bytes with their unit.
+        mark: Text behind the figure, such as `SOME`.
+
+    Returns:
+        The cell, sorted by the mean. It has no deviation for a single seed.
     """
     if spread is None:
         return Cell("–")
@@ -109,7 +117,15 @@ def score_cell(spread: Spread | None, metric: Metric, mark: str = "") -> Cell:
 
 
 def target_text(metric: Metric, target: TargetValue) -> str:
-    """Return a target as people read it: `87.5 %`, `loss ≤ 0.2`."""
+    """Return a target as people read it: `87.5 %`, `loss ≤ 0.2`.
+
+    Args:
+        metric: The metric of the task.
+        target: A value of the metric, or the limit of a figure.
+
+    Returns:
+        The text; shares are in per cent.
+    """
     limit = Target.of(target, metric)
     share = metric.share and limit.figure == metric.name
     value = f"{percent(limit.value)} %" if share else f"{limit.value:g}"

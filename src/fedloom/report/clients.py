@@ -16,13 +16,18 @@ LABELS = 4  # classes of a client that are named, those with the most samples fi
 
 
 def worst_first(runs: Sequence[RunSummary]) -> "tuple[pandas.DataFrame, pandas.Series]":
-    """Return the clients of the first seed whose clients were measured, by their score; clients
-    that were not measured are last, by samples.
+    """Return the clients of the first seed with measured clients, sorted by their score.
+
+    Clients that were not measured are last, by samples.
+
+    Args:
+        runs: Runs of one or more methods on the same task.
 
     Returns:
-        The accuracies by client, and the score, which is their mean, or of one method the last of
-        them. A column is a method, with the accuracy of the model that the client would use, or of
-        one method the `Global model` and its `Own model`.
+        The accuracies by client, and the score. A column is a method, with the accuracy of the
+        model that the client would use. For one method, the columns are the `Global model` and its
+        `Own model`. The score is the mean of the columns, for one method the last of them. Both are
+        empty if no run has label counts.
     """
     import pandas
 
@@ -57,8 +62,14 @@ def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
 
 
 def client_table(runs: Sequence[RunSummary]) -> "tuple[str, pandas.DataFrame, str]":
-    """Return the title with the order, the table of the clients' data and accuracies, and its
-    caption.
+    """Return the table of the clients' data and accuracies, with its title and caption.
+
+    Args:
+        runs: At least one run; as in `worst_first`.
+
+    Returns:
+        Title, table with a line for each of the first `LISTED` clients, and caption, "" without
+        clients. Shares are in per cent.
     """
     (clients, score), comparable, metric = worst_first(runs), same_data(runs), runs[0].metric
     measured = len(clients.columns) > 0

@@ -20,8 +20,15 @@ runs, of label distributions, of settings by their curves.
 
 
 def report_figures(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[ReportFigure]]:
-    """Return all figures with information by the section of the report that shows them; `effects`
-    are judged `by` a criterion.
+    """Return all figures with information by the section of the report that shows them.
+
+    Args:
+        runs: Runs of one task.
+        by: The measure of the effects of parameters and settings.
+
+    Returns:
+        Figures by section: `result`, `effects`, `curves`, `clients` and `recorded`. A section may
+        be empty.
     """
     sections = {
         "result": _seeds(runs),
@@ -36,13 +43,29 @@ def report_figures(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[
 
 
 def image_figures(runs: Sequence[RunSummary], by: Criterion | None = None) -> list[ReportFigure]:
-    """Return every figure that the runs have data for."""
+    """Return every figure that the runs have data for.
+
+    Args:
+        runs: Runs of one task.
+        by: The measure of the effects; by default the mean accuracy of the last evaluations.
+
+    Returns:
+        The figures in the order of the report.
+    """
     sections = report_figures(runs, by or criterion())
     return [figure for section in sections.values() for figure in section]
 
 
 def effect_figures(runs: Sequence[RunSummary], by: Criterion) -> list[ReportFigure]:
-    """Draw the criterion over every parameter or setting that differs between the runs."""
+    """Draw the criterion over every parameter or setting that differs between the runs.
+
+    Args:
+        runs: Runs that differ in a parameter or a setting.
+        by: The measure to draw.
+
+    Returns:
+        A figure for each parameter, at most `LIMIT["effects"]`.
+    """
     spread = ", mean over seeds ± one standard deviation" if _seed_count(runs) > 1 else ""
     looks = figures.styles(runs)
     return [

@@ -75,8 +75,16 @@ def curve(
 
 
 def thinned(line: "pandas.DataFrame", points: int) -> "pandas.DataFrame":
-    """Return about `points` rows of a curve: both ends, and the lowest and the highest of each of
-    equal stretches.
+    """Return about `points` rows of a curve.
+
+    These are both ends, and the lowest and the highest row of each of equal stretches.
+
+    Args:
+        line: A curve, with the column `mean`.
+        points: Number of rows to draw; a shorter curve is returned unchanged.
+
+    Returns:
+        Rows of the curve in their order.
     """
     if len(line) <= points:
         return line
@@ -100,22 +108,47 @@ def measures(metric: Metric) -> dict[str, tuple[str, str]]:
 
 
 def title_of(measure: str, metric: Metric = ACCURACY) -> str:
-    """Return the title of a measure's figure."""
+    """Return the title of a measure's figure.
+
+    Args:
+        measure: Name of a figure in the records.
+        metric: The metric of the task, which names its own measures.
+
+    Returns:
+        The title, or the name as words if the measure is not known.
+    """
     entry = measures(metric).get(measure)
     return entry[0] if entry else measure.replace("_", " ").capitalize()
 
 
 def is_share(measure: str, metric: Metric = ACCURACY) -> bool:
-    """Return True if a measure is drawn in per cent."""
+    """Return True if a measure is drawn in per cent.
+
+    Args:
+        measure: Name of a figure in the records.
+        metric: The metric of the task.
+
+    Returns:
+        True for accuracies, and for measures of a metric in [0, 1].
+    """
     return "accuracy" in measure or (metric.share and metric.name in measure)
 
 
 def learning_curves(
     runs: Sequence[RunSummary], measure: str = "", x: str = "round", points: int = POINTS
 ) -> go.Figure:
-    """Draw a measure of the records, by default the metric, over one of `AXES`: mean over seeds,
-    with a band of ± one standard deviation. A curve of more than `points` is thinned; runs without
-    the measure or the axis are left out.
+    """Draw a measure of the records: mean over seeds, with a band of ± one standard deviation.
+
+    Runs without the measure or the axis are left out.
+
+    Args:
+        runs: Runs of one task.
+        measure: Name of a figure in the records; by default the metric.
+        x: One of `AXES`: `round`, `bytes` down and up, or `seconds`.
+        points: Points of a curve; a longer curve is thinned.
+
+    Returns:
+        The figure, with a curve for each method.
     """
     traces: list[go.Scatter] = []
     metric = runs[0].metric if runs else ACCURACY

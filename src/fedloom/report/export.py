@@ -102,8 +102,16 @@ def _row(sheet: Sheet, method: str) -> dict[str, Any]:
 
 
 def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
-    """Return a page: all settings in one table where there are several, then two tables and the
-    differences of each.
+    """Return a page with the tables of all settings.
+
+    Several settings are in one table first. Then each has two tables and its differences.
+
+    Args:
+        sheets: The comparison of each setting.
+        title: Heading of the page.
+
+    Returns:
+        The text of a Markdown page.
     """
     several = len(sheets) > 1
     return (
@@ -121,8 +129,14 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
 
 
 def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
-    """Return tables for a paper, the best value of a column in bold; they need the packages
-    booktabs and graphicx.
+    """Return tables for a paper, with the best value of a column in bold.
+
+    Args:
+        sheets: The comparison of each setting.
+        title: Beginning of each caption.
+
+    Returns:
+        LaTeX tables; they need the packages booktabs and graphicx.
     """
     tables = [(overall(sheets), caption(sheets), "overall")] if len(sheets) > 1 else []
     for number, sheet in enumerate(sheets, start=1):
@@ -137,8 +151,14 @@ def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Return CSV with the keys of `lines[0]`, or `names` without lines, as its header; empty where
-    a value is None.
+    """Return CSV with a header; a value None is an empty field.
+
+    Args:
+        lines: Values by column. All lines have the keys of the first line.
+        names: Columns of a table without lines.
+
+    Returns:
+        The text, with Unix line ends.
     """
     import pandas
 

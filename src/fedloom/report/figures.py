@@ -49,7 +49,17 @@ class ReportFigure:
 
     @classmethod
     def of(cls, name: str, title: str, caption: str, figure: go.Figure) -> "ReportFigure":
-        """Return a figure without a choice."""
+        """Return a figure without a choice.
+
+        Args:
+            name: Name of the figure, from which the file's name is made.
+            title: Title on the page.
+            caption: A sentence below the figure.
+            figure: The only variant.
+
+        Returns:
+            The figure with its variant "".
+        """
         return cls(slug(name), title, caption, {"": figure})
 
     @property
@@ -138,8 +148,16 @@ def label_distribution(
     limit: int = 60,
     client_names: Sequence[str] | None = None,
 ) -> go.Figure:
-    """Draw a bubble for the samples `[clients][classes]` that a client has of a class, for at most
-    `limit` clients.
+    """Draw a bubble for the samples that a client has of a class.
+
+    Args:
+        label_counts: Numbers of samples, `[clients][classes]`.
+        class_names: Names of the classes; by default their numbers.
+        limit: Largest number of clients that are drawn, evenly spaced.
+        client_names: Names of the clients; by default their numbers.
+
+    Returns:
+        The figure. The area of a bubble is proportional to the samples.
     """
     counts = np.array(label_counts, dtype=np.int64)
     classes = counts.shape[1]
@@ -182,6 +200,13 @@ def share_axis(traces: Sequence[Any], from_zero: bool = False) -> dict[str, Any]
     """Return an axis in per cent that ends near the values of the traces.
 
     Plotly would draw a constant curve on an axis from 0 to 100 %.
+
+    Args:
+        traces: The traces of the figure, with shares in [0, 1].
+        from_zero: Begin the axis at 0, as for bars.
+
+    Returns:
+        Plotly's settings of the axis.
     """
     low, high = value_range(traces)
     margin = max(0.01, 0.06 * (high - low))
@@ -190,7 +215,14 @@ def share_axis(traces: Sequence[Any], from_zero: bool = False) -> dict[str, Any]
 
 
 def value_range(traces: Sequence[Any]) -> tuple[float, float]:
-    """Return the lowest and the highest value of traces; 0 and 1 without any."""
+    """Return the lowest and the highest value of traces; 0 and 1 without any.
+
+    Args:
+        traces: Traces of Plotly; values None are skipped.
+
+    Returns:
+        The lowest and the highest value on the y axis.
+    """
     values = [float(value) for trace in traces for value in trace.y if value is not None]
     return min(values, default=0.0), max(values, default=1.0)
 
@@ -204,13 +236,27 @@ def align(drawings: Sequence[go.Figure]) -> None:
 
 
 def number_format(share: bool, digits: int = 1) -> str:
-    """Return Plotly's format of a share in per cent, or of another number with four digits."""
+    """Return Plotly's format of a share in per cent, or of another number with four digits.
+
+    Args:
+        share: True for a share in [0, 1].
+        digits: Digits of a per cent after the point.
+
+    Returns:
+        The format, such as `.1%`.
+    """
     return f".{digits}%" if share else ".4~g"
 
 
 def evenly_spaced(count: int, limit: int = 60) -> list[int]:
-    """Return up to `limit` of the numbers below `count`, evenly spaced, the first and the last
-    among them.
+    """Return up to `limit` of the numbers below `count`, evenly spaced, with both ends.
+
+    Args:
+        count: Number of all items.
+        limit: Largest number of items to choose.
+
+    Returns:
+        Numbers in [0, count), ascending.
     """
     return (
         sorted({int(k) for k in np.linspace(0, count - 1, min(count, limit)).round()})
@@ -220,8 +266,14 @@ def evenly_spaced(count: int, limit: int = 60) -> list[int]:
 
 
 def wrapped(name: str, width: int = 24) -> str:
-    """Return a name as escaped lines of about `width` characters, broken at commas and brackets,
-    then at dots and equals.
+    """Return a name as escaped lines, broken at commas and brackets, then at dots and equals.
+
+    Args:
+        name: The name, such as the expression of a method.
+        width: Approximate number of characters of a line.
+
+    Returns:
+        HTML, with `<br>` between lines.
     """
     text = re.sub(r"([,(])(?=\S)", r"\1 ", name)
     text = re.sub(
@@ -232,7 +284,15 @@ def wrapped(name: str, width: int = 24) -> str:
 
 
 def pale(colour: str, opacity: float) -> str:
-    """Return the colour `#rrggbb` with an opacity."""
+    """Return the colour `#rrggbb` with an opacity.
+
+    Args:
+        colour: Red, green and blue in hexadecimal.
+        opacity: 0 for an invisible colour, 1 for a solid one.
+
+    Returns:
+        The colour as `rgba(...)`.
+    """
     red, green, blue = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
 
@@ -249,8 +309,17 @@ class Drawing(go.Figure):  # type: ignore[misc]
 
 
 def framed(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
-    """Return a figure with the layout that all share, on the page's own background, made at once:
-    changing it later is slow.
+    """Return a figure with the layout that all share, on the page's own background.
+
+    It is made at once, since changing it later is slow.
+
+    Args:
+        traces: Traces of Plotly.
+        height: Height in pixels.
+        **layout: Further settings of Plotly's layout; they replace the common ones.
+
+    Returns:
+        The figure.
     """
     title = {"standoff": 10, "font": {"size": 13}}
     axis = {

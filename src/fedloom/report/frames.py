@@ -64,5 +64,13 @@ def text_table(table: "pandas.DataFrame") -> str:
 
 
 def html_table(table: "pandas.DataFrame", notes: Sequence[str] = ()) -> str:
-    """Return a table for a notebook, the best of each column in bold, and notes below it."""
+    """Return a table for a notebook, the best of each column in bold, and notes below it.
+
+    Args:
+        table: A table with `Cell` values.
+        notes: Lines below the table.
+
+    Returns:
+        HTML of the table and the notes.
+    """
     return templates().get_template("notebook.html").render(table=table, notes=notes)

@@ -30,8 +30,17 @@ def write_images(
     *,
     captions: bool = True,
 ) -> list[Path]:
-    """Write every figure that the runs have data for in all `formats`; return the files, such as
-    `curve-accuracy.png`.
+    """Write every figure that the runs have data for in all `formats`.
+
+    Args:
+        folder: Folder of the images. It is made if it is missing.
+        runs: Runs of one task.
+        formats: Endings such as `png`, `svg` or `pdf`.
+        by: As in `image_figures`.
+        captions: Draw the title and the caption above each figure.
+
+    Returns:
+        The files, such as `curve-accuracy.png`, figure by figure.
     """
     require_images(formats)
     images = {figure.name: standalone(figure, captions) for figure in image_figures(runs, by)}
@@ -48,7 +57,19 @@ def require_images(formats: Sequence[str]) -> None:
 def save_figures(
     folder: Path, figures: Mapping[str, go.Figure], formats: Sequence[str] = ("png",)
 ) -> list[Path]:
-    """Write figures by name into `folder`; return the files, figure by figure."""
+    """Write figures by name into `folder`.
+
+    Args:
+        folder: Folder of the images. It is made if it is missing.
+        figures: Figures by the name of their file, without an ending.
+        formats: Endings such as `png`. A png has twice the figure's pixels.
+
+    Returns:
+        The files, figure by figure.
+
+    Raises:
+        InvalidValue: The images cannot be drawn, for example without a browser.
+    """
     kaleido = _kaleido()
     folder.mkdir(parents=True, exist_ok=True)
     images = [
@@ -80,8 +101,14 @@ def _kaleido() -> Any:
 
 
 def standalone(report_figure: ReportFigure, captions: bool = True) -> go.Figure:
-    """Return the first variant of a figure on white with a legend and, with `captions`, its title
-    and caption.
+    """Return the first variant of a figure on white with a legend.
+
+    Args:
+        report_figure: A figure of the report. It stays unchanged.
+        captions: Draw its title and its caption above it.
+
+    Returns:
+        A new figure.
     """
     figure = go.Figure(next(iter(report_figure.variants.values())))
     surface = any(trace.type == "contour" for trace in figure.data)

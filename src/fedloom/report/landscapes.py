@@ -27,8 +27,15 @@ _EDGE = {"width": 1.5, "color": "#ffffff"}
 
 
 def landscape(method: str, entry: Entry, scale: Sequence[Entry]) -> go.Figure:
-    """Draw a result of the recorder `landscape`; the losses of `scale` bound contour lines and
-    colours, which are logarithmic.
+    """Draw a result of the recorder `landscape` with contour lines, on a logarithmic scale.
+
+    Args:
+        method: Name of the method, for the label.
+        entry: The result, with losses `[points, points]`.
+        scale: Results that share the scale; their lowest and highest loss bound it.
+
+    Returns:
+        The figure. The model is at the origin; axes are in filter norms.
     """
     losses = [
         value for other in scale for line in other["surface"] for value in line if value is not None
@@ -71,8 +78,16 @@ def landscape(method: str, entry: Entry, scale: Sequence[Entry]) -> go.Figure:
 
 
 def cross_sections(entries: Mapping[str, Entry], looks: Mapping[str, Style]) -> go.Figure:
-    """Draw landscapes by method, cut through the model: the loss along the first direction (solid)
-    and the second (dotted).
+    """Draw the loss along both directions of a landscape, through the model.
+
+    The first direction is solid, the second dotted.
+
+    Args:
+        entries: Results of the recorder `landscape` by method.
+        looks: Styles by method.
+
+    Returns:
+        The figure, with two lines for each method.
     """
     traces = []
     for name, entry in entries.items():
@@ -103,8 +118,18 @@ def cross_sections(entries: Mapping[str, Entry], looks: Mapping[str, Style]) -> 
 def trajectories(
     surface: Entry, paths: Mapping[str, Entry], looks: Mapping[str, Style]
 ) -> go.Figure:
-    """Draw the trajectories of one client's models, by method, over its local loss in the plane of
-    their principal components.
+    """Draw the trajectories of one client's models over its local loss.
+
+    The plane is spanned by the principal components of the models.
+
+    Args:
+        surface: The losses `[points, points]` over the plane, and the explained share of the
+            variance.
+        paths: Points of the models in the plane by method.
+        looks: Styles by method.
+
+    Returns:
+        The figure.
     """
     contour = go.Contour(
         x=surface["x"],

@@ -68,7 +68,16 @@ class ReportOptions:
 
     @classmethod
     def of(cls, title: str, sheet: Sheet, command: str) -> "ReportOptions":
-        """Return the options of a page about this setting, or about several that begin with it."""
+        """Return the options of a page about this setting, or about several that begin with it.
+
+        Args:
+            title: Title of the page.
+            sheet: The setting, or the first of several.
+            command: The command that repeats the runs; "" for none.
+
+        Returns:
+            The options, with the targets and the measure of the sheet.
+        """
         targets = tuple(sheet.targets)
         return cls(title, targets, command, sheet.last, sheet.against, sheet.measure)
 
@@ -85,7 +94,12 @@ def options_of(path: Path) -> ReportOptions | None:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page to `path`, atomically."""
+    """Write a page to `path`, atomically.
+
+    Args:
+        path: The file. Missing folders are made, and an existing file is replaced.
+        page: The HTML.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
 
@@ -101,10 +115,21 @@ def render(
 ) -> str:
     """Return the report of runs (at least one, or methods x seeds on the same task) as a page.
 
-    Targets and the `command` that repeats the runs are by default those of the configuration of
-    `runs[0]`, or of the `sheet` that compares them. The page begins with the section `opening`:
-    `recorded`, `clients`, `curves` or `effects`. Effects of parameters and settings are judged `by`
-    a criterion, by default the sheet's measure.
+    Args:
+        title: Title of the page.
+        runs: The runs, at least one.
+        targets: Targets to reach; by default the targets in the configuration of `runs[0]`. Ignored
+            with a sheet.
+        command: The command that repeats the runs; by default from the same configuration.
+        sheet: The comparison of the runs; by default it is made from them.
+        opening: Section with which the page begins: `recorded`, `clients`, `curves` or `effects`.
+        by: The measure of the effects of parameters and settings; by default the sheet's measure.
+
+    Returns:
+        HTML without links to other files.
+
+    Raises:
+        InvalidValue: There is no run.
     """
     if not runs:
         raise InvalidValue("a report needs at least one run")
@@ -137,7 +162,15 @@ def render(
 
 
 def usual_sheet(runs: Sequence[RunSummary], targets: Sequence[TargetValue] | None = None) -> Sheet:
-    """Return the sheet of runs (at least one), by default with the targets of the first."""
+    """Return the sheet of runs, with the usual targets and measure.
+
+    Args:
+        runs: At least one run.
+        targets: Targets to reach; by default the targets in the configuration of `runs[0]`.
+
+    Returns:
+        The sheet. Its measure is `personal` if the clients' own models were evaluated, else `last`.
+    """
     settings = runs[0].configuration
     personal = settings.get("personal_every") and any(run.clients for run in runs)
     limits = list(settings.get("targets", ()) if targets is None else targets)
@@ -151,8 +184,17 @@ def render_overview(
     pages: Mapping[str, str],
     command: str,
 ) -> str:
-    """Return the page over all settings: the sheet of each, and by its label its runs and the path
-    of its report.
+    """Return the page over all settings.
+
+    Args:
+        title: Title of the page.
+        sheets: The comparison of each setting, at least one.
+        by_setting: Runs by the label of their setting.
+        pages: Relative path of the report of each setting, by its label.
+        command: The command that repeats the runs; "" for none.
+
+    Returns:
+        HTML with links to the pages.
     """
     runs = [run for group in by_setting.values() for run in group]
     curves = setting_curves(by_setting)
@@ -203,7 +245,16 @@ def _page(
 
 
 def rendered(template: str, drawn: Sequence[ReportFigure], **contents: Any) -> str:
-    """Return a page from its template; its scripts draw the figures."""
+    """Return a page from its template; its scripts draw the figures.
+
+    Args:
+        template: Name of a file in `report/templates`.
+        drawn: Figures of the page.
+        **contents: Variables of the template.
+
+    Returns:
+        HTML that contains Plotly and loads no other file.
+    """
     slots = {
         figure.name: {"choice": figure.choice, "variants": _variants(figure)} for figure in drawn
     }

@@ -64,7 +64,15 @@ def recorded_figures(runs: Sequence[RunSummary]) -> list[ReportFigure]:
 
 
 def of_kind(runs: Sequence[RunSummary], kind: str) -> list[Recorded]:
-    """Return all records of this kind, each with its run."""
+    """Return all records of this kind, each with its run.
+
+    Args:
+        runs: The runs.
+        kind: Name of a recorder, such as `landscape`.
+
+    Returns:
+        Pairs of run and record, in the order of the runs.
+    """
     return [(run, entry) for run in runs for entry in run.recorded if entry["kind"] == kind]
 
 

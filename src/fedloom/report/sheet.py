@@ -254,7 +254,15 @@ class Sheet:
         return Cell(text + (SOME if partial else ""), mean, partial)
 
     def measured(self, target: TargetValue, method: str) -> bool:
-        """Return True if a run of the method recorded the figure of a target."""
+        """Return True if a run of the method recorded the figure of a target.
+
+        Args:
+            target: A value of the metric, or the limit of a figure.
+            method: Name of the method.
+
+        Returns:
+            False if no record has the figure, so that the method cannot reach the target.
+        """
         return self._recorded(Target.of(target, self.metric).figure, method)
 
     def timed(self, method: str) -> bool:
@@ -266,8 +274,12 @@ class Sheet:
         return any(figure in record for run in self._groups[method] for record in run.records)
 
     def halves(self) -> "tuple[pandas.DataFrame, pandas.DataFrame]":
-        """Split the table into accuracies and costs. Seeds and rounds are in a caption; faults are
-        left out if there are none.
+        """Split the table into accuracies and costs.
+
+        Seeds and rounds are in a caption. Faults are left out if no run had any.
+
+        Returns:
+            Two tables with the same lines, each with the methods in its first column.
         """
         method, _, _, *others, faults = self.table
         costs = [column for column in others if not column.score]
@@ -293,7 +305,16 @@ class Sheet:
 
 
 def measure_name(measure: str, evaluations: int, metric: Metric = ACCURACY) -> str:
-    """Return the name of one of the `MEASURES`: `mean accuracy of the last 10 evaluations`."""
+    """Return the name of one of the `MEASURES`: `mean accuracy of the last 10 evaluations`.
+
+    Args:
+        measure: One of the `MEASURES`.
+        evaluations: Number of evaluations that the mean covers.
+        metric: The metric, for its noun.
+
+    Returns:
+        The name in words, without a unit.
+    """
     names = {
         "final": f"{metric.noun} after the last round",
         "best": f"best {metric.noun} of any evaluation",
@@ -312,7 +333,17 @@ def criterion(
     metric: Metric = ACCURACY,
     target: TargetValue | None = None,
 ) -> Criterion:
-    """Return one of the `MEASURES`, or of the costs `TO_TARGET`, as a criterion."""
+    """Return one of the `MEASURES`, or of the costs `TO_TARGET`, as a criterion.
+
+    Args:
+        measure: One of `MEASURES` or `TO_TARGET`. A cost without a target counts as `last`.
+        evaluations: Number of evaluations that the mean covers.
+        metric: The metric of the task.
+        target: The target of a cost.
+
+    Returns:
+        The criterion. For a cost, less is better.
+    """
     if measure in TO_TARGET and target is not None:
         name = f"{measure} to {target_text(metric, target)}"
         return Criterion(
@@ -442,8 +473,15 @@ def caption(sheets: Sequence[Sheet]) -> str:
 
 
 def difference_cells(test: Difference, metric: Metric) -> list[str]:
-    """Return difference and interval, of shares in points, corrected p of both tests (or –), and
-    the verdict.
+    """Return a difference with its interval, both tests and the verdict as texts.
+
+    Args:
+        test: The difference of two methods.
+        metric: The metric. Shares are shown in points, bytes with their unit.
+
+    Returns:
+        Texts in the order of `DIFFERENCE_HEADS`: difference, interval, corrected p of both tests,
+        verdict. `–` is undefined.
     """
 
     def signed(value: float) -> str:

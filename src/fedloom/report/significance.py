@@ -62,8 +62,18 @@ Values = Mapping[str, Mapping[int, float]]
 
 
 def differences(values: Values, against: str, higher_is_better: bool = True) -> list[Difference]:
-    """Return every other method minus the reference, `best` (by its mean) or `first`, over the
-    seeds that both have.
+    """Return every other method minus the reference, over the seeds that both have.
+
+    Args:
+        values: A figure by method and seed.
+        against: The reference: `best` (by its mean) or `first`.
+        higher_is_better: True if the best mean is the highest.
+
+    Returns:
+        A difference for each method that shares a seed with the reference. Corrections cover all
+        pairs for `best`.
+
+    Source: Holm, Scandinavian Journal of Statistics 6, 1979, for the correction.
     """
     means = {
         method: float(np.mean([*by_seed.values()])) for method, by_seed in values.items() if by_seed
@@ -103,8 +113,14 @@ def differences(values: Values, against: str, higher_is_better: bool = True) -> 
 
 
 def t_test(paired: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Return the two-sided p of the paired t-test and the 95 % confidence interval of the mean;
-    None where it is undefined.
+    """Return the two-sided p of the paired t-test and the 95 % confidence interval of the mean.
+
+    Args:
+        paired: Differences of two methods by seed, `[n]`.
+
+    Returns:
+        p, and both ends of the interval in the units of the differences. All are None for fewer
+        than two seeds or equal differences.
     """
     if len(paired) < 2 or float(np.ptp(paired)) < 1e-12:
         return None, None, None
@@ -156,15 +172,31 @@ def seeds_needed(comparisons: int) -> int:
 
 
 def comparisons(methods: int, against: str) -> int:
-    """Return how many differences are tested together."""
+    """Return how many differences are tested together.
+
+    Args:
+        methods: Number of methods, with the reference.
+        against: The reference: `best` or `first`.
+
+    Returns:
+        m - 1 for `first`, m (m - 1) / 2 for `best`, with m methods.
+    """
     return methods - 1 if against == "first" else methods * (methods - 1) // 2
 
 
 def verdict_of(
     paired: Sequence[float], t: float | None, exact: float | None, family: int
 ) -> Verdict:
-    """Return the verdict on one of a `family` of differences tested together, by the corrected p of
-    both tests.
+    """Return the verdict on a difference, by the corrected p of both tests.
+
+    Args:
+        paired: Differences of two methods by seed, `[n]`.
+        t: Corrected p of the t-test; None if it is undefined.
+        exact: Corrected p of the sign-flip test; None if it is undefined.
+        family: Number of differences tested together.
+
+    Returns:
+        One of the verdicts (see `Verdict`), at the level `LEVEL`.
     """
     if not any(abs(value) > 1e-12 for value in paired):
         return "equal"

@@ -100,8 +100,17 @@ class Target:
 
     @classmethod
     def of(cls, target: TargetValue, metric: Metric) -> "Target":
-        """Return the limit that a target stands for. Raises `InvalidValue` for text that is none,
-        and for shares such as 80.
+        """Return the limit that a target describes.
+
+        Args:
+            target: A value of the metric, or text such as `loss <= 0.2`.
+            metric: The metric of the task, which decides if more is better.
+
+        Returns:
+            The limit, in the units of the figure.
+
+        Raises:
+            InvalidValue: The text has another form, or a share is not in [0, 1].
         """
         if isinstance(target, str):
             match = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", target)
@@ -128,10 +137,18 @@ class Target:
 def figures_of(
     run: RunSummary, targets: Sequence[TargetValue] = (), evaluations: int = LAST
 ) -> dict[str, float | None]:
-    """Return the figures of a run by their names in `comparison.csv`; None where one was not
-    measured.
+    """Return the figures of a run by their names in `comparison.csv`.
 
     `client_spread` and `client_worst` describe the clients' accuracies (see `personal`).
+
+    Args:
+        run: The run.
+        targets: Targets to reach; each adds its rounds, bytes and seconds.
+        evaluations: Number of evaluations that `mean_of_last` averages.
+
+    Returns:
+        Figures by name, such as `final` and `rounds_to_0.8`; None if a figure was not measured.
+        Accuracies are shares, times are in seconds.
     """
     scores = {
         "final": final(run),
@@ -207,7 +224,15 @@ def by_algorithm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
 
 
 def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one with dotted keys."""
+    """Return nested tables as one with dotted keys.
+
+    Args:
+        table: A table as in a configuration file.
+        prefix: Beginning of all keys, with its dot.
+
+    Returns:
+        Values by keys such as `data.name`.
+    """
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= (
@@ -219,7 +244,15 @@ def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def by_round(run: RunSummary, figure: str) -> dict[int, float]:
-    """Return a figure of the records by round, where it was recorded."""
+    """Return a figure of the records by round, where it was recorded.
+
+    Args:
+        run: The run.
+        figure: Name of the figure in the records.
+
+    Returns:
+        Figures by the round's number, from 1. Rounds without the figure are missing.
+    """
     return {int(r["round"]): float(r[figure]) for r in run.records if r.get(figure) is not None}
 
 
@@ -243,27 +276,48 @@ def best(run: RunSummary) -> float | None:
 
 
 def mean_of_last(run: RunSummary, count: int = LAST) -> float | None:
-    """Return the mean accuracy of the last `count` evaluations; of the last tenth of them where
-    these would be all.
+    """Return the mean accuracy of the last evaluations.
+
+    Args:
+        run: The run.
+        count: Number of evaluations. If the run has no more than these, its last tenth counts.
+
+    Returns:
+        A share in [0, 1], or the metric's value; None without an evaluation.
     """
     values = accuracies(run)
     return statistics.fmean(values[-averaged(run, count) :]) if values else None
 
 
 def averaged(run: RunSummary, count: int) -> int:
-    """Return how many evaluations `mean_of_last` averages: the mean of a whole curve would say how
-    it began, too.
+    """Return the number of evaluations that `mean_of_last` averages.
+
+    The mean of a whole curve would depend on its beginning.
+
+    Args:
+        run: The run.
+        count: Requested number of evaluations.
+
+    Returns:
+        At least 1.
     """
     evaluations = len(accuracies(run))
     return count if count < evaluations else max(1, evaluations // 10)
 
 
 def personal(run: RunSummary, statistic: str = "") -> float | None:
-    """Return the accuracy of each client's own model on its own test data at the last such
-    evaluation; None without any.
+    """Return the accuracy of each client's own model on its own test data.
 
-    `statistic` is "" for the mean over all samples, "_std" and "_worst" for figures of the clients
-    (`Tally.figures`). Where personal models were not evaluated, the global model takes their place.
+    The last such evaluation counts. Where personal models were not evaluated, the global model
+    takes their place.
+
+    Args:
+        run: The run.
+        statistic: "" for the mean over all samples, "_std" and "_worst" for figures of the clients
+            (`Tally.figures`).
+
+    Returns:
+        A share in [0, 1], or the metric's value; None without an evaluation.
     """
     for name in ("personal", "client"):
         key = f"{name}_{run.metric.name}{statistic}"
@@ -275,7 +329,18 @@ def personal(run: RunSummary, statistic: str = "") -> float | None:
 def measured(
     run: RunSummary, measure: str, evaluations: int = LAST, target: TargetValue | None = None
 ) -> float | None:
-    """Return one of the `MEASURES` of a run, or its cost `TO_TARGET`."""
+    """Return one of the `MEASURES` of a run, or its cost `TO_TARGET`.
+
+    Args:
+        run: The run.
+        measure: One of `MEASURES` or `TO_TARGET`.
+        evaluations: Number of evaluations that `last` averages.
+        target: The target of a cost.
+
+    Returns:
+        The figure; None if it was not measured, the target was never reached, or a cost has no
+        target.
+    """
     if measure in TO_TARGET:
         cost = {"rounds": rounds_to, "bytes": bytes_to, "seconds": seconds_to}[measure]
         return None if target is None else cost(run, target)
@@ -290,24 +355,43 @@ def target_key(target: TargetValue) -> str:
 
 
 def rounds_to(run: RunSummary, target: TargetValue) -> int | None:
-    """Return the first round, counted from 1, as good as `target`, without smoothing; None if there
-    is none.
+    """Return the first round as good as `target`, without smoothing.
+
+    Args:
+        run: The run.
+        target: A value of the metric, or the limit of a figure.
+
+    Returns:
+        The round's number, from 1; None if no round reached the target.
     """
     limit = Target.of(target, run.metric)
     return next((int(record["round"]) for record in run.records if limit.reached(record)), None)
 
 
 def bytes_to(run: RunSummary, target: TargetValue) -> int | None:
-    """Return the bytes down and up until the round that first reaches `target` is over; None if
-    there is none.
+    """Return the bytes down and up until the round that first reaches `target` is over.
+
+    Args:
+        run: The run.
+        target: As in `rounds_to`.
+
+    Returns:
+        Bytes of all clients; None if no round reached the target.
     """
     reached = rounds_to(run, target)
     return None if reached is None else int(_total(run.records, reached, "bytes_down", "bytes_up"))
 
 
 def seconds_to(run: RunSummary, target: TargetValue) -> float | None:
-    """Return the seconds until the round that first reaches `target` is over, of the simulated
-    clock if any; None without.
+    """Return the seconds until the round that first reaches `target` is over.
+
+    Args:
+        run: The run.
+        target: As in `rounds_to`.
+
+    Returns:
+        Seconds of the simulated clock if the run has one, else of this machine; None if no round
+        reached the target.
     """
     reached = rounds_to(run, target)
     if reached is not None and simulated_seconds(run) is not None:

@@ -14,7 +14,14 @@ def byte_text(count: float) -> str:
 
 
 def byte_unit(count: float) -> tuple[int, str]:
-    """Return the decimal unit that suits a number of bytes: its size in bytes and its name."""
+    """Return the decimal unit that suits a number of bytes: its size in bytes and its name.
+
+    Args:
+        count: Number of bytes.
+
+    Returns:
+        The size of the unit, a power of 1000, and its name, from `B` to `PB`.
+    """
     for power, unit in enumerate(("B", "kB", "MB", "GB", "TB")):
         if count < 999.5 * 1000**power:
             return 1000**power, unit
