@@ -30,7 +30,18 @@ class Comparison:
 
     @classmethod
     def of(cls, configuration: Configuration, command: str = "") -> "Comparison":
-        """Return the runs of a configuration. Raise `InvalidValue` when it names no method."""
+        """Return the runs of a configuration.
+
+        Args:
+            configuration: The methods, settings and seeds.
+            command: The line that makes the comparison again, for the report; "" for none.
+
+        Returns:
+            The comparison, setting by setting, and in each setting seed by seed.
+
+        Raises:
+            InvalidValue: The configuration names no method.
+        """
         if not configuration.methods:
             raise InvalidValue(
                 'nothing to compare: give algorithms, such as algorithms = ["fedavg", "fedmr"]'

@@ -18,8 +18,15 @@ def usable_cores() -> int:
 
 
 def runs_side_by_side(configuration: Configuration, runs: int) -> int:
-    """Return how many runs go on at a time: `workers`, or one on each core that is free, as memory
-    allows.
+    """Return the number of runs that are made at a time.
+
+    Args:
+        configuration: The configuration. `workers` is used unless it is `auto`.
+        runs: Number of all runs.
+
+    Returns:
+        1 if a run uses several cores or a GPU, else a run for each usable core, as far as memory
+        allows.
     """
     if configuration.workers != "auto":
         return configuration.workers
@@ -29,8 +36,16 @@ def runs_side_by_side(configuration: Configuration, runs: int) -> int:
 
 
 def threads_each(configuration: Configuration, runs: int) -> int:
-    """Return the threads of each run, which do not depend on `workers`, so that no last digit
-    does.
+    """Return the number of threads of each run.
+
+    It does not depend on `workers`, so the last digits of the figures do not either.
+
+    Args:
+        configuration: The configuration. `threads` is used if it is set.
+        runs: Number of all runs, which share the threads of PyTorch.
+
+    Returns:
+        At least 1.
     """
     sharing = configuration.runs_at_a_time if _spreads_itself(configuration) else runs
     return configuration.threads or max(1, torch.get_num_threads() // max(1, sharing))

@@ -72,12 +72,18 @@ def job_of(
 
 
 def unfinished(jobs: Iterable[RunJob], watch: Watch, fresh: bool = False) -> list[RunJob]:
-    """Return the unfinished runs. Raises as `RunJob.require`.
+    """Return the unfinished runs.
 
     Args:
         jobs: All runs.
         watch: Called with an event for each finished run.
         fresh: Return all runs.
+
+    Returns:
+        The runs to make, in their order.
+
+    Raises:
+        CheckpointError: A directory holds a run that cannot be continued as this one.
     """
     waiting = []
     for job in jobs:
@@ -91,8 +97,17 @@ def unfinished(jobs: Iterable[RunJob], watch: Watch, fresh: bool = False) -> lis
 
 
 def require_possible(jobs: Sequence[RunJob], tasks: "Tasks") -> None:
-    """Make the task of every setting and seed and set up every method, so that errors appear before
-    the first round.
+    """Make the task of every setting and seed, and set up every method.
+
+    Errors then appear before the first round.
+
+    Args:
+        jobs: The runs to make.
+        tasks: Cache of tasks, where the last ones remain for the runs.
+
+    Raises:
+        FedloomError: A task or a method cannot be made.
+        InvalidValue: The same within a setting; the text names it.
     """
     seeds: dict[str, int] = {}
     for job in jobs:
@@ -120,7 +135,16 @@ class Tasks:
         self._dataset = lru_cache(_CACHED)(make_dataset)
 
     def of(self, configuration: Configuration, seed: int) -> Task:
-        """Return the task of a seed. Raises as `make_task`."""
+        """Return the task of a seed, from the cache if it holds it.
+
+        Args:
+            configuration: Configuration of the run, of which only the data, the model and the
+                training matter.
+            seed: Seed of the split and of the initial weights.
+
+        Returns:
+            A task that the runs share. Raises as `make_task`.
+        """
         objects = configuration.objects
         training = configuration.training if objects is None else objects.training
         key = (f"{configuration.data} {configuration.model} {training}", seed)
@@ -132,8 +156,16 @@ class Tasks:
 
 
 def attempt(job: RunJob, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:
-    """Make one run and return why it failed, on one line, or None. FEDLOOM_TRACEBACK=1 prints the
-    traceback.
+    """Make one run. FEDLOOM_TRACEBACK=1 prints the traceback of a failure.
+
+    Args:
+        job: The run.
+        watch: Called with every event. A KeyboardInterrupt that it raises stops the run.
+        fresh: Start the run again.
+        tasks: Cache of tasks.
+
+    Returns:
+        The reason of a failure on one line, or None.
     """
 
     def make_task(seed: int) -> Task:

@@ -28,8 +28,19 @@ def parameter_keys(outer: Method) -> list[str]:
 
 
 def with_parameters(outer: Method, changes: Mapping[str, Any]) -> Method:
-    """Return a copy of a method with parameters set. Raise `InvalidValue` or `UnknownName` for a
-    wrong one.
+    """Return a copy of a method with parameters set.
+
+    Args:
+        outer: The method, which may contain others. It stays unchanged.
+        changes: Values by the keys of `parameter_keys`; text is read as in an expression. Other
+            keys are ignored.
+
+    Returns:
+        The copy.
+
+    Raises:
+        InvalidValue: A value is not allowed.
+        UnknownName: A value is a name that does not exist.
     """
     outer = copy.deepcopy(outer)
     for method in components(outer):

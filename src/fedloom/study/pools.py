@@ -37,10 +37,20 @@ class SerialPool:
     def run(
         self, jobs: Sequence[RunJob], watch: Watch, fresh: bool, stopped: Callable[[], bool]
     ) -> dict[RunName, str]:
-        """Make the runs and return the reason of each that failed, which stops no other.
+        """Make the runs. A failed run stops no other run.
 
-        When `stopped` returns True, every run in progress finishes its round and
-        `KeyboardInterrupt` is raised.
+        Args:
+            jobs: The runs to make.
+            watch: Called with every event.
+            fresh: Start the runs again.
+            stopped: Checked after every event. If it returns True, every run in progress finishes
+                its round.
+
+        Returns:
+            The reason of each failed run.
+
+        Raises:
+            KeyboardInterrupt: `stopped` returned True.
         """
 
         def watch_or_stop(event: Event) -> None:
@@ -72,7 +82,20 @@ class ProcessPool:
     def run(
         self, jobs: Sequence[RunJob], watch: Watch, fresh: bool, stopped: Callable[[], bool]
     ) -> dict[RunName, str]:
-        """Make the runs; see `SerialPool.run`."""
+        """Make the runs, `size` at a time.
+
+        Args:
+            jobs: As in `SerialPool.run`.
+            watch: As in `SerialPool.run`. It is called in this process.
+            fresh: As in `SerialPool.run`.
+            stopped: As in `SerialPool.run`, but checked at least every `POLL_SECONDS`.
+
+        Returns:
+            The reason of each failed run, in the order of the jobs.
+
+        Raises:
+            KeyboardInterrupt: `stopped` returned True.
+        """
         waiting, reasons = list(jobs), {}
         while waiting or self.busy:
             while waiting and len(self.busy) < self.size:
@@ -201,6 +224,9 @@ def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Task
         runs: Number of all runs.
         waiting: Number of runs that are not finished.
         tasks: Cache of tasks in this process.
+
+    Returns:
+        A pool for at most `waiting` runs at a time.
     """
     size, threads = min(configuration.runs_at_a_time, waiting), threads_each(configuration, runs)
     if configuration.pool != "processes" and size:

@@ -39,8 +39,19 @@ def python_table(
     directory: str | Path | None,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the table of the configuration of runs in Python. Raises `InvalidValue` for a wrong
-    option.
+    """Return the table of the configuration of runs in Python.
+
+    Args:
+        objects: The methods and the task.
+        seeds: The seeds, at least one.
+        directory: Folder of the runs.
+        options: Values by key, of the schedule and of the comparison.
+
+    Returns:
+        A table as in a configuration file, without methods and data.
+
+    Raises:
+        InvalidValue: A key or its value is not allowed.
     """
     for key in options:
         require_key(key, _OPTIONS)
@@ -71,6 +82,9 @@ def python_configuration(
         table: The `python_table`.
         objects: The methods and the task.
         own: The settings of single methods by label.
+
+    Returns:
+        The configuration, with the objects in place of the names of methods and data.
 
     Raises:
         InvalidValue: A value is not allowed, or a setting varies the task.
@@ -120,7 +134,15 @@ def labelled(methods: Methods) -> dict[str, Entry]:
 
 
 def objects_of(entries: Mapping[str, Entry], task: TaskOf) -> PythonObjects:
-    """Return the objects of methods and their task."""
+    """Return the objects of methods and their task.
+
+    Args:
+        entries: Methods with their settings by label.
+        task: The task, or a function from a seed to a task.
+
+    Returns:
+        The methods by label without their settings (see `own_of`), and the task.
+    """
     return PythonObjects({name: entry.algorithm for name, entry in entries.items()}, task)
 
 

@@ -67,8 +67,16 @@ class EventBoard:
 
 
 def make_in_ray(job: RunJob, fresh: bool, threads: int, board: Any) -> str | None:
-    """Make a run in a Ray task, its events on the `board`; return why it failed, or None (also when
-    it was stopped).
+    """Make a run in a Ray task.
+
+    Args:
+        job: The run.
+        fresh: Start the run again.
+        threads: Threads of PyTorch in this process.
+        board: Handle of an `EventBoard`. It gets the events and can stop the run.
+
+    Returns:
+        The reason of a failure on one line. None for a finished run, and for one that was stopped.
     """
     exit_with_parent()
     from fedloom.engines.ray.session import load_ray

@@ -153,8 +153,18 @@ class Search:
             self.trial(0, {key: values[min(k, len(values) - 1)] for key, values in ends.items()})
 
     def trial(self, number: int, changes: Changes, settings: Changes | None = None) -> Trial:
-        """Return the trial of some values, by default on validation data. Raises `InvalidValue` for
-        a wrong value.
+        """Return the trial of some values, by default on validation data.
+
+        Args:
+            number: Number of the trial, from 1; 0 for a trial outside the search.
+            changes: A value for each searched key.
+            settings: Further keys to set, such as `directory`; by default none.
+
+        Returns:
+            The trial, before its runs.
+
+        Raises:
+            InvalidValue: A value is not allowed.
         """
         share = self.configuration.data.validation or SHARE
         table = self.chosen(
@@ -219,8 +229,16 @@ def _without_method(table: Mapping[str, Any]) -> Configuration:
 def searches(
     table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True
 ) -> list[tuple[Changes, Search]]:
-    """Return the changes of each setting with a search in its folder; without settings one
-    search.
+    """Return the search of each setting, with the changes of the setting.
+
+    Args:
+        table: Table of the configuration.
+        searched: Values by key: lists, or ranges with `from` and `to`.
+        steps_needed: Require the number of steps of a range, as a grid needs.
+
+    Returns:
+        Pairs of changes and search. Each search has its own folder. Without settings, one pair with
+        no changes.
     """
     base = {key: value for key, value in table.items() if key != "settings"}
     if "settings" not in table:

@@ -51,8 +51,16 @@ def draw_joint_trajectories(
 
 
 def with_joint_trajectories(folder: Path, runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """Return the runs of one setting. The first has the joint trajectories of the folder, if they
-    belong to these runs.
+    """Return the runs of one setting.
+
+    The first has the joint trajectories of the folder, if they belong to these runs.
+
+    Args:
+        folder: Folder of the setting's page.
+        runs: Runs of the setting.
+
+    Returns:
+        Copies of the runs in their order; the records in their directories stay unchanged.
     """
     groups = _groups(runs)
     stored = _stored(folder, groups)
@@ -65,7 +73,15 @@ def with_joint_trajectories(folder: Path, runs: Sequence[StoredRun]) -> list[Sto
 
 
 def context_of(configuration: Configuration, seed: int) -> RunContext:
-    """Return what recorders saw of a run with this configuration and seed."""
+    """Return the context that recorders had in a run with this configuration and seed.
+
+    Args:
+        configuration: Configuration of the run.
+        seed: Seed of the run.
+
+    Returns:
+        The context, with a task that is made again. New clients are its last ones.
+    """
     schedule, full_task = configuration.seeded(seed), configuration.task(seed)
     newcomers = schedule.newcomers(full_task.clients)
     task, numbers = newcomers_last(full_task, newcomers, seed)

@@ -33,7 +33,14 @@ def jobs_of(trials: Sequence[Trial]) -> dict[RunName, RunJob]:
 def run_trials(
     trials: Sequence[Trial], pool: RunPool, watch: Watch, stopped: Callable[[], bool]
 ) -> None:
-    """Make the unfinished runs and note the measure of all."""
+    """Make the unfinished runs and set the measure of every trial.
+
+    Args:
+        trials: The trials, at least one. Their values, reasons and runs are set.
+        pool: The pool that makes the runs.
+        watch: Called with every event.
+        stopped: As in `SerialPool.run`.
+    """
     jobs = jobs_of(trials)
     failed = pool.run(unfinished(jobs.values(), watch), watch, False, stopped)
     for trial in trials:
@@ -52,8 +59,13 @@ def run_trials(
 
 
 def write_trials(search: Search, trials: Sequence[Trial]) -> None:
-    """Write every trial to `trials.csv`, and the configuration of the best to `best.toml` unless it
-    has Python objects.
+    """Write every trial to `trials.csv`, and the configuration of the best to `best.toml`.
+
+    A search with Python objects has no `best.toml`.
+
+    Args:
+        search: The search, with its folder.
+        trials: Finished trials; `spread` is in the units of the measure.
     """
     lines = [
         {
@@ -75,7 +87,18 @@ def write_trials(search: Search, trials: Sequence[Trial]) -> None:
 
 
 def final_trial(search: Search, best: Trial) -> Trial:
-    """Return the only trial that trains on all training data and is judged on the test data."""
+    """Return the only trial that trains on all training data and is judged on the test data.
+
+    Args:
+        search: The search.
+        best: The trial to judge.
+
+    Returns:
+        The trial before its runs. Its choice is written to `tested.json`.
+
+    Raises:
+        InvalidValue: The test data of this search were used for another choice.
+    """
     path = search.folder / "tested.json"
     choice = {key: plain_text(value) for key, value in best.changes.items()}
     if path.exists() and (tested := read_json(path, dict, f"remove {path}")) != choice:

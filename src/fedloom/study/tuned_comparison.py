@@ -59,6 +59,10 @@ def tune_methods(
             whole grids, which must have the same size.
         shown: Shows the progress of each search.
 
+    Returns:
+        The configuration without a search. Each method has its best settings, and all training data
+        are used.
+
     Raises:
         InvalidValue: A key or a value is not allowed, the grids differ in size, or no trial of a
             method came to its end.
