@@ -51,8 +51,19 @@ def check(algorithm: Algorithm | str, task: Task | None = None) -> Findings:
 def examine(
     algorithm: Algorithm | str, task: Task | None = None, *, compare: bool = True
 ) -> CheckResult:
-    """Check a method as `check` does, and count the bytes of models, messages and memory. Without
-    `compare`, run the rounds in only one way.
+    """Check a method as `check` does, and count the bytes of models, messages and memory.
+
+    Args:
+        algorithm: The method or its expression.
+        task: The task, of which a small sample is used; by default a tiny task.
+        compare: Also run the rounds in other ways and compare the states.
+
+    Returns:
+        The findings without repeats, and sizes in bytes by name. A method that cannot be made is a
+        finding if the line is known.
+
+    Raises:
+        FedloomError: The method cannot be made, and the line is not known.
     """
     try:
         method = build(algorithm)

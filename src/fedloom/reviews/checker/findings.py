@@ -59,8 +59,14 @@ def kinds(method: Method) -> list[type]:
 
 
 def source_match(method: Method, pattern: str) -> tuple[str, str]:
-    """Return the first line in the classes of a method that matches the pattern, and the text that
-    does; "" for none.
+    """Return the first line in the classes of a method that matches the pattern.
+
+    Args:
+        method: The method.
+        pattern: Regular expression, searched in code without comments.
+
+    Returns:
+        Location as `file:line` and the matching text; "" and "" if no line matches.
     """
     for definition in _definitions(method):
         try:

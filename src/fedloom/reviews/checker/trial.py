@@ -128,7 +128,16 @@ class CheckTrial:
         return Federation(copy.deepcopy(self.method), self.task, engine, schedule, folder)
 
     def outcome(self, engine: LocalEngine, rounds: int = ROUNDS) -> Federation:
-        """Return a federation after `ROUNDS` of its rounds."""
+        """Return a federation after `ROUNDS` of its rounds.
+
+        Args:
+            engine: The engine, which is closed at the end.
+            rounds: Rounds of the schedule; more than `ROUNDS` shows methods that depend on the
+                total.
+
+        Returns:
+            The federation, with its state after these rounds.
+        """
         with closing(engine):
             federation = self.federation(engine, rounds=rounds)
             for _ in range(ROUNDS):
@@ -165,7 +174,16 @@ class CheckTrial:
 
 
 def failure(error: Exception, location: str, prefix: str = "") -> Finding:
-    """Return an error as a finding, with its location out of the text."""
+    """Return an error as a finding, with its location out of the text.
+
+    Args:
+        error: The error.
+        location: Location to use if the error has none, as `file:line`; "" if it is not known.
+        prefix: Beginning of the text.
+
+    Returns:
+        The finding, without a remedy. A divergence has the given location.
+    """
     text = str(error) if isinstance(error, FedloomError) else error_text(error)
     match = re.fullmatch(r"(.*) \(at ([^()]*)\)", text, re.S)
     problem, stated = (match[1], match[2]) if match else (text, "")

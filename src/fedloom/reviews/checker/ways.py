@@ -95,8 +95,15 @@ its remedy.
 
 
 def in_other_ways(trial: CheckTrial, reference: ReferenceRun) -> list[Finding]:
-    """Return the finding of the first way of running the rounds that fails, or comes to another
-    state than the reference.
+    """Return the finding of the first way of running the rounds that fails or has another result.
+
+    Args:
+        trial: The method and its task.
+        reference: The reference run, with one client after another.
+
+    Returns:
+        One finding or none. Clients that train together may differ by `TOLERANCE`, all else must be
+        equal.
     """
     task = trial.task
     proof = trial.proof

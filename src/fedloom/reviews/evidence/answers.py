@@ -56,12 +56,28 @@ def outcome(bundled: Path, replayed: Path) -> tuple[int, str, str]:
 
 
 def bundled_json(path: Path, name: str) -> dict[str, Any]:
-    """Return the contents of a JSON file of a run in a bundle."""
+    """Return the contents of a JSON file of a run in a bundle.
+
+    Args:
+        path: Directory of the run in the unpacked bundle.
+        name: Name of the file without `.json`.
+
+    Returns:
+        The JSON object as plain values. Raises as `read_json`.
+    """
     return read_json(path / f"{name}.json", dict, "the bundle is of no use")
 
 
 def final_figure(path: Path, name: str) -> float:
-    """Return the last value of a figure of the run in a directory."""
+    """Return the last value of a figure of the run in a directory.
+
+    Args:
+        path: Directory of the run.
+        name: Name of the figure in the records.
+
+    Returns:
+        The value of the last round that recorded it.
+    """
     with readable(path):
         records = RoundLog(path / "metrics.jsonl").read()
         return [float(record[name]) for record in records if record.get(name) is not None][-1]

@@ -87,10 +87,18 @@ class Bundle:
 
 
 def write_bundle(folder: Path, path: Path) -> Bundle:
-    """Write the runs of a folder, a run's, a comparison's or a reproduced table's, into one file.
+    """Write the runs of a folder into one file: one run, a comparison or a reproduced table.
 
-    Raises `InvalidValue` for a run that is not finished or not of a configuration,
-    `CheckpointError` for a damaged file.
+    Args:
+        folder: Folder of the runs.
+        path: The file to write; an existing file is replaced.
+
+    Returns:
+        The contents of the bundle, with a digest of each file.
+
+    Raises:
+        InvalidValue: A run is not finished, or was not made from a configuration.
+        CheckpointError: A file is damaged.
     """
     runs = list[BundledRun]()
     files = dict[str, bytes]()
@@ -249,8 +257,18 @@ def _own_modules(value: Any) -> set[str]:
 
 
 def unpack(path: Path, folder: Path) -> Bundle:
-    """Write the files of a bundle into a folder; they replace the files of another bundle. Raise
-    `DataError`, in one line, for files that `write_bundle` does not write.
+    """Write the files of a bundle into a folder; they replace the files of another bundle.
+
+    Args:
+        path: The bundle, which may come from another person. All its files are checked before any
+            is written.
+        folder: The folder.
+
+    Returns:
+        The contents of the bundle.
+
+    Raises:
+        DataError: The file has contents that `write_bundle` does not write, or is damaged.
     """
     with reading(path, "no bundle, or a damaged one"), path.open("rb") as file:
         files = _unpacked(file.read(LARGEST + 1))

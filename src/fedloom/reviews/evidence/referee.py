@@ -27,11 +27,20 @@ _OTHERWISE = {
 
 
 def compare(a: Trace, b: Trace, tolerance: float = 1e-3) -> list[str]:
-    """Return location, size and frequent causes of the first difference, in what both traces have;
-    empty without any.
+    """Return location, size and frequent causes of the first difference between two traces.
 
-    A difference counts from the share `tolerance` of a tensor's way on. Raises `DataError` where
-    they have nothing in common.
+    Only entries of both traces are compared.
+
+    Args:
+        a: The trace of a run of fedloom.
+        b: The trace of the other program.
+        tolerance: Allowed difference as a share of the tensor's change.
+
+    Returns:
+        Location, size, and a line for each cause; empty if the traces agree.
+
+    Raises:
+        DataError: The traces have no tensor in common.
     """
     if not a.keys() & b.keys():
         names = ["/".join(map(str, min(trace, default=()))) for trace in (a, b)]

@@ -143,8 +143,17 @@ class Replay:
         return str(Path(location) / Path(stored).name)
 
     def differing(self, number: int, task: Task) -> list[str]:
-        """Return what differs of the task of a run, `split` or `start`. Raise `InvalidValue` where
-        its data do.
+        """Return the parts of the task that differ from the task of a run.
+
+        Args:
+            number: Number of the run in the bundle.
+            task: The task as this machine makes it.
+
+        Returns:
+            `split`, `start`, both or none.
+
+        Raises:
+            InvalidValue: The data differ.
         """
         stored = self._stored(number, "task").get("digests") or {}
         present = task_digests(task)

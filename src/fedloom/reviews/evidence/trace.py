@@ -64,7 +64,15 @@ class Trace(dict[Key, Array]):
             )
 
     def steps(self, round: int, client: str) -> list[str]:
-        """Return the numbers of a client's local steps, in order."""
+        """Return the numbers of a client's local steps, in order.
+
+        Args:
+            round: Number of the round.
+            client: Number of the client as text.
+
+        Returns:
+            The numbers as text, ascending.
+        """
         return sorted(
             {k.stage for k in self if k[:2] == (round, client) and k.stage.isdecimal()}, key=int
         )
@@ -85,14 +93,33 @@ class Trace(dict[Key, Array]):
     def vector(
         self, round: int, client: str, stage: str, role: str, names: Iterable[str]
     ) -> Array | None:
-        """Return these tensors of a role as one vector; None where one is missing."""
+        """Return tensors of a role as one vector.
+
+        Args:
+            round: Number of the round.
+            client: Number of the client as text, or `server`.
+            stage: `in`, the number of a local step, `out` or `end`.
+            role: Role of the tensors, such as `model`, `before` or `after`.
+            names: Names of the tensors, in the order of the vector.
+
+        Returns:
+            The numbers of all tensors, `[P]`; None if one is missing.
+        """
         arrays = [self.get(Key(round, client, stage, role, name)) for name in names]
         vectors = [np.ravel(array) for array in arrays if array is not None]
         return np.concatenate(vectors) if vectors and len(vectors) == len(arrays) else None
 
     def way(self, round: int, client: str, stage: str, names: Iterable[str]) -> Array | None:
-        """Return how far a local step moved the parameters. For the stage `out`, return how far all
-        of local training moved them.
+        """Return the change of the parameters in a local step.
+
+        Args:
+            round: Number of the round.
+            client: Number of the client as text.
+            stage: Number of the step as text, or `out` for all of local training.
+            names: Names of the parameters, in the order of the vector.
+
+        Returns:
+            The change, `[P]`; None if a tensor is missing.
         """
         bounds = (
             (("in", "model"), ("out", "model"))

@@ -46,8 +46,14 @@ class Cost(NamedTuple):
 
 
 def estimate(plan: ReproducePlan, threads: int) -> dict[str, list[Cost]]:
-    """Return the costs of the runs that are not finished, by setting, with `threads` threads a
-    run.
+    """Return the costs of the runs that are not finished, by setting.
+
+    Args:
+        plan: The runs of the table.
+        threads: Threads of each run, with which a local step is timed.
+
+    Returns:
+        Costs by setting: steps, and seconds on this machine.
     """
     costs: dict[str, list[Cost]] = {}
     for job in plan.waiting(fresh=False):
@@ -67,6 +73,15 @@ def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: fl
 
     Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean; an
     evaluation only passes forward.
+
+    Args:
+        configuration: Configuration of the run.
+        algorithm: Expression of the method.
+        data: Numbers of samples of the data set.
+        step: Seconds of a local step on a whole batch.
+
+    Returns:
+        Local steps of all rounds, and seconds with the evaluations.
     """
     schedule = configuration.schedule
     training = configuration.training
@@ -90,8 +105,16 @@ def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: fl
 
 
 def work(call: Call, participation: float) -> float:
-    """Return the time of local training relative to plain SGD. Under `umf` the clients of the next
-    round train as well.
+    """Return the time of local training relative to plain SGD.
+
+    Under `umf` the clients of the next round train as well.
+
+    Args:
+        call: The method.
+        participation: Share of the clients in each round, in (0, 1].
+
+    Returns:
+        A factor, 1 for plain SGD. Of nested methods the largest factor counts.
     """
     most = max((work(method, participation) for method in _methods_of(call)), default=1.0)
     if call.name == "umf":

@@ -22,8 +22,15 @@ from fedloom.study.jobs import Tasks, require_possible
 def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
     """Read the data and set up a method in every setting, before the first round of any run.
 
-    Raises `InvalidValue`, in one line, that says which data are missing, where to put them and
-    which option to give.
+    Args:
+        plan: The runs of the table.
+        fresh: Check the finished runs too.
+
+    Returns:
+        The tasks, for the runs that follow.
+
+    Raises:
+        InvalidValue: Data are missing. The text names them, their folder and the option to give.
     """
     tasks = Tasks()
     for job in {job.name.setting: job for job in plan.waiting(fresh)}.values():
@@ -44,7 +51,16 @@ def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
 def lines(
     plan: ReproducePlan, summaries: Mapping[RunName, RunSummary], failed: Mapping[RunName, str]
 ) -> list[CellResult]:
-    """Return every chosen cell with the figures of its finished runs."""
+    """Return every chosen cell with the figures of its finished runs.
+
+    Args:
+        plan: The runs of the table.
+        summaries: Finished runs by name.
+        failed: Reasons of failed runs by name.
+
+    Returns:
+        A result for each chosen cell, in the order of the table; its value is None without a run.
+    """
     results = []
     for cell in plan.cells:
         jobs = plan.jobs_of(cell)
@@ -87,8 +103,16 @@ def write(
 ) -> list[Path]:
     """Write `cells.csv`, the record `cells.json` and, where there are runs, `report.html`.
 
-    `comparison.json` lists the runs, for other commands that take a folder. Return the paths, last
-    that of the page that a reader opens first.
+    `comparison.json` lists the runs, for other commands that take a folder.
+
+    Args:
+        plan: The runs of the table, with their folder.
+        table: Results of the cells.
+        summaries: Finished runs by name.
+        command: The command that makes the table again.
+
+    Returns:
+        The written files. The last is the page to open first.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     runs = _labelled(plan, summaries)

@@ -40,10 +40,16 @@ class Measured:
 
 
 def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
-    """Return the cell's value over its `runs`, a seed each; `base` are those of its baseline, where
-    it has one.
+    """Return the cell's value over its runs.
 
-    None when there is no run, or no figure of the kind in them.
+    Args:
+        cell: The cell, with its kind of figure.
+        runs: Runs of the cell, one for each seed.
+        base: Runs of its baseline; by default none.
+
+    Returns:
+        Mean and deviation over the seeds, in the units of the cell. None without a run, or without
+        a figure of the kind.
     """
     kind = cell.measure.kind
     by_seed = {run.seed: run for run in base}
@@ -120,14 +126,28 @@ def judged(cells: Sequence[PaperCell]) -> Criterion | None:
 
 
 def difference(result: Measured | None, printed: Printed | None) -> float | None:
-    """Return the measured minus the printed figure."""
+    """Return the measured minus the printed figure.
+
+    Args:
+        result: The measurement; None if nothing was measured.
+        printed: The figure of the paper; None if it prints none.
+
+    Returns:
+        The difference in the units of the cell, or None.
+    """
     ours, theirs = (figure.mean if figure else None for figure in (result, printed))
     return None if ours is None or theirs is None else ours - theirs
 
 
 def deviations(result: Measured | None, printed: Printed | None) -> float | None:
-    """Return the difference in standard deviations, d / sqrt(s_printed^2 + s_measured^2); None
-    where there is neither of them.
+    """Return the difference in standard deviations, d / sqrt(s_printed^2 + s_measured^2).
+
+    Args:
+        result: As in `difference`.
+        printed: As in `difference`.
+
+    Returns:
+        None without a difference or a deviation.
     """
     by = difference(result, printed)
     if by is None or result is None or printed is None:
@@ -151,9 +171,17 @@ def _end(runs: Runs, rounds: int) -> Measured | None:
 
 
 def crossing(run: RunSummary, target: float) -> float | None:
-    """Return the round at which the best accuracy so far, drawn with straight lines between
-    evaluations, crosses `target`; None if it never does. The line to the first evaluation begins at
-    round 0 and accuracy 0.
+    """Return the round at which the best accuracy so far crosses `target`.
+
+    The accuracy is drawn with straight lines between evaluations. The line to the first evaluation
+    begins at round 0 and accuracy 0.
+
+    Args:
+        run: The run.
+        target: The accuracy, a share in [0, 1].
+
+    Returns:
+        The round, with fractions; None if the curve never crosses the target.
     """
     highest = 0.0
     last_round = 0

@@ -185,7 +185,15 @@ class Paper:
         return self._described(words)[1].setting
 
     def algorithm(self, method: str, **words: Any) -> str:
-        """Return the expression of a method in the experiment that words describe."""
+        """Return the expression of a method in the experiment that words describe.
+
+        Args:
+            method: Name of the method in the paper.
+            **words: Words of the experiment, such as the data set and the heterogeneity.
+
+        Returns:
+            The expression, with the parameters that the paper gives.
+        """
         return self._described({**words, "method": method})[1].algorithm
 
     def _cells(self, version: str, template: ExhibitTemplate) -> list[PaperCell]:

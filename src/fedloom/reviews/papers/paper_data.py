@@ -120,10 +120,16 @@ def families() -> list[str]:
 
 
 def at_hand(name: str, folder: str | None = None) -> bool:
-    """Return True if the data set needs no file, or one of its files is in `folder` or
-    FEDLOOM_DATA.
+    """Return True if the data set needs no file, or one of its files exists.
 
-    Only reading the files tells if they are complete.
+    Only reading the files shows if they are complete.
+
+    Args:
+        name: Name of the data set.
+        folder: Folder to search; by default the environment variable FEDLOOM_DATA.
+
+    Returns:
+        False if no file was found.
     """
     data = FACTS[name]
     paths = (

@@ -97,8 +97,18 @@ class ReproducePlan:
 
 
 def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
-    """Return the runs for a table or figure. Raises `InvalidValue`, in one line, for unknown rows
-    or columns, or bad values.
+    """Return the runs for a table or figure.
+
+    Args:
+        exhibit: The table or figure.
+        options: Chosen rows and columns, and changed values.
+
+    Returns:
+        The cells, their configurations, and the runs they need.
+
+    Raises:
+        InvalidValue: A row or column is unknown, no cell is in both, or a value is not allowed. The
+            text is one line.
     """
     rows = _matching("row", options.rows, [cell.row for cell in exhibit.cells])
     columns = _matching("column", options.columns, [cell.column for cell in exhibit.cells])

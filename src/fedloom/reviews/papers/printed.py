@@ -16,8 +16,14 @@ def _numbers() -> tuple[Words, ...]:
 
 
 def printed(version: str, table: str) -> list[Words]:
-    """Return the numbers of a paper's table (`fedumf`, `A2`) in the printed order: dataset,
-    heterogeneity, method and so on, with the figures.
+    """Return the numbers of a paper's table in the printed order.
+
+    Args:
+        version: The paper, such as `fedumf`.
+        table: The table, such as `A2`.
+
+    Returns:
+        Each number with its words, such as data set, heterogeneity and method.
     """
     return [
         number for number in _numbers() if number["paper"] == version and number["table"] == table

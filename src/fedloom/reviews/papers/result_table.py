@@ -39,7 +39,16 @@ class CellResult:
 
 
 def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> Table:
-    """Return a table for the terminal, a block a column of the paper; `notes` stand below."""
+    """Return a table for the terminal, with a block for each column of the paper.
+
+    Args:
+        title: Title of the table.
+        lines: Results of the cells.
+        notes: Lines below the table.
+
+    Returns:
+        The table, in the order of the cells.
+    """
     caption = Text("\n".join(notes))
     table = Table(
         title=Text(title),
@@ -67,8 +76,14 @@ def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> T
 
 
 def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:
-    """Return CSV with plain numbers; empty where there is none. `*` is a target that was never
-    reached.
+    """Return CSV with plain numbers. `*` is a target that was never reached.
+
+    Args:
+        exhibit: Name of the table, the first column.
+        lines: Results of the cells.
+
+    Returns:
+        The text. A missing number is an empty field.
     """
     return csv_text([_plain(exhibit, line) for line in lines], ["exhibit"])
 
@@ -122,8 +137,15 @@ def cells_of(line: CellResult) -> list[str]:
 
 
 def printed_text(printed: Printed | None, measure: Measure) -> str:
-    """Return `46.12 ± 2.35`, `*` for a target that was never reached, `curve` where the paper
-    prints no number.
+    """Return the paper's figure as text, such as `46.12 ± 2.35`.
+
+    Args:
+        printed: The figure; None if the paper prints none.
+        measure: Kind and unit of the figure.
+
+    Returns:
+        `*` for a target that was never reached, `curve` for a figure that is only drawn, `–` for
+        other missing ones.
     """
     if printed is None:
         return "curve" if measure.unit == "%" else "–"
@@ -131,8 +153,15 @@ def printed_text(printed: Printed | None, measure: Measure) -> str:
 
 
 def measured_text(result: Measured, measure: Measure) -> str:
-    """Return the same of a measurement; where a run missed the target, also the rounds, the runs
-    that reached it and the best.
+    """Return the measured figure as text, as in `printed_text`.
+
+    Args:
+        result: The measurement.
+        measure: Kind and unit of the figure.
+
+    Returns:
+        The text. If a run missed the target, it has the rounds, the runs that reached it and the
+        best figure.
     """
     if result.mean is None and measure.kind == "speedup":
         return NEVER
