@@ -110,7 +110,7 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
         quiet: Show no progress.
 
     Yields:
-        The display, which is called with the events of runs, and the function.
+        The display, to be called with each event of a run, and the function.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed twice, or before a run has started.

@@ -270,7 +270,7 @@ class Predictor:
             Outputs `[n, ...]` on the CPU: `[n, classes]` for classes.
 
         Raises:
-            InvalidValue: There are no samples.
+            InvalidValue: The data are empty.
             DataError: The data do not fit the model.
         """
         inputs, notices = self.preprocessing.apply(data, source)

@@ -204,7 +204,7 @@ def labelled(
 
     Returns:
         The rows without the columns of labels and clients, the column of labels `[n]`, and the
-        names of the clients `[n]`, None if there are none.
+        names of the clients `[n]` or None.
     """
     import pyarrow as pa
 

@@ -122,7 +122,7 @@ class OwnData:
                 is none yet.
 
         Returns:
-            The description, which is equal as long as the files do not change.
+            The description. It stays equal as long as the files do not change.
         """
         source = config.data
         assert source is not None, "the site has its own data"

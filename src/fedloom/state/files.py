@@ -66,7 +66,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
     Args:
         path: The folder; nothing happens if it exists.
-        mode: Permissions of a new folder. The parents have those of the process.
+        mode: Permissions of a new folder. The parents have the default of the process.
 
     Raises:
         CheckpointError: The folder cannot be made.
@@ -151,8 +151,8 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file.
 
     Args:
-        path: The file, which is replaced if it exists.
-        text: The content, which is encoded as UTF-8.
+        path: The file. An existing file is replaced.
+        text: The content, encoded as UTF-8.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -164,7 +164,7 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool 
     """Write a file, completely or not at all.
 
     Args:
-        path: The file, which is replaced if it exists.
+        path: The file. An existing file is replaced.
         content: All its bytes.
         mode: As in `replacing`.
         durable: As in `replacing`.
@@ -183,7 +183,7 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
     """Append a line, completely or not at all.
 
     Args:
-        path: The file, which is made if it does not exist.
+        path: The file. A missing file is made.
         line: The bytes to append, with the line break at the end.
         durable: As in `replacing`.
 
