@@ -128,7 +128,7 @@ class Landscape(Recorder):
 
 
 def gaussian(layout: Layout, directions: int, axis: str) -> Tensor:
-    """Draw a standard normal row `[P]` by its name.
+    """Draw a standard normal row by its name.
 
     It is the same for all models of one architecture.
 
@@ -136,6 +136,9 @@ def gaussian(layout: Layout, directions: int, axis: str) -> Tensor:
         layout: Layout of the model.
         directions: Seed.
         axis: Name of the direction.
+
+    Returns:
+        The direction, `[P]`, in the type of the model.
     """
     return torch.randn(
         layout.size, generator=stream(directions, f"landscape {axis}"), dtype=layout.dtype
@@ -143,7 +146,7 @@ def gaussian(layout: Layout, directions: int, axis: str) -> Tensor:
 
 
 def filter_normalised(direction: Tensor, model: Tensor, layout: Layout) -> Tensor:
-    """Return the direction `[P]` scaled filter by filter: d_f <- d_f |w_f| / |d_f|.
+    """Return the direction scaled filter by filter: d_f <- d_f |w_f| / |d_f|.
 
     A filter is one row of a weight along its first dimension: a convolution's output channel, a
     linear layer's neuron. Biases, the parameters of batch norm and all buffers get 0.
@@ -152,6 +155,9 @@ def filter_normalised(direction: Tensor, model: Tensor, layout: Layout) -> Tenso
         direction: The direction, `[P]`.
         model: The model w, `[P]`.
         layout: Layout of the model.
+
+    Returns:
+        The direction, `[P]`.
 
     Source: Li et al. 2018, section 4, and their code's `biasbn`.
     """

@@ -67,6 +67,9 @@ class RunContext:
         Args:
             row: The model, `[P]`.
             integers: Integer buffers of the model.
+
+        Returns:
+            Values by name, such as `accuracy` in [0, 1] and `loss`.
         """
         return self.evaluator.score(row, self.task.test, integers)
 
@@ -154,6 +157,10 @@ class Recorder:
     def hook(self, federation: Federation, context: RunContext) -> Callable[[int], Any] | None:
         """Hook into the method's code or the clients' work, if needed.
 
+        Args:
+            federation: The federation before its first round.
+            context: The run.
+
         Returns:
             A function from the number of a round to its value or `Measurement`, or None.
         """
@@ -183,6 +190,9 @@ class Recorder:
             value: The value of `measure` or of the hook.
             federation: The federation after the round.
             context: The run.
+
+        Returns:
+            The value to store; by default unchanged.
         """
         return value
 

@@ -195,7 +195,15 @@ class Recording:
 
 
 def models_file(directory: Path, number: int) -> Path:
-    """Return the file of a round's recorded models, each named `recorder/key`."""
+    """Return the file of a round's recorded models, each named `recorder/key`.
+
+    Args:
+        directory: The run's directory.
+        number: Number of the round.
+
+    Returns:
+        Path of a safetensors file, which may not exist.
+    """
     return directory / "recorded" / f"round-{number:07d}.safetensors"
 
 
@@ -206,6 +214,9 @@ def recorded_tensors(directory: Path, recorder: str, number: int) -> dict[str, T
         directory: The run's directory.
         recorder: Name of the recorder.
         number: Number of the round.
+
+    Returns:
+        Tensors by the names that the recorder gave them.
 
     Raises:
         DamagedCheckpoint: The file cannot be read.
@@ -219,6 +230,13 @@ def exchanged_models(jobs: Sequence[Job], replies: Replies) -> list[ClientExchan
     """Return the models of the clients that replied, in the order of the slots.
 
     Empty if clients do not exchange one model each.
+
+    Args:
+        jobs: Jobs of the round, with the messages that clients received.
+        replies: Valid replies.
+
+    Returns:
+        Received and uploaded model of each client, `[P]`.
     """
     if "model" not in replies.matrices or any("model" not in job.inbox for job in jobs):
         return []

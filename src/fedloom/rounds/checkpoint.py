@@ -149,6 +149,9 @@ def entries_below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     Args:
         prefix: The prefix. It is removed from the names.
         named: Entries by name.
+
+    Returns:
+        Entries by shortened name; empty if none begins with the prefix.
     """
     return {
         name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)

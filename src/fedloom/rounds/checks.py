@@ -142,6 +142,9 @@ def diverged(round: Round, reason: str) -> Diverged:
     Args:
         round: The failed round.
         reason: How the divergence was detected.
+
+    Returns:
+        The error, with the learning rate and the round that remains valid. The caller raises it.
     """
     previous = round.number - 1
     model = f"the model of round {previous} remains" if previous else "there is no earlier model"

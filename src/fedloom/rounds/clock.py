@@ -50,7 +50,12 @@ client_rates: Registry[Callable[..., Rate]] = Registry(
 
 @client_rates.register("lognormal")
 def lognormal(*, median: PerSecond, sigma: Annotated[float, Field(ge=0, le=100)] = 1.0) -> Rate:
-    """median exp(sigma n), n standard normal, but at least 1e-9."""
+    """median exp(sigma n), n standard normal, but at least 1e-9.
+
+    Args:
+        median: Median rate, per second, at least 1e-9.
+        sigma: Standard deviation of the rate's logarithm; 0 gives all clients one rate.
+    """
     return lambda generator: min(
         max(median * math.exp(min(sigma * generator.standard_normal(), 600.0)), SLOWEST), LARGEST
     )
@@ -58,7 +63,12 @@ def lognormal(*, median: PerSecond, sigma: Annotated[float, Field(ge=0, le=100)]
 
 @client_rates.register("stragglers")
 def stragglers(*, fastest: PerSecond, times: Annotated[float, Field(ge=1, le=1e9)] = 10.0) -> Rate:
-    """fastest / u, u uniform in [1, times]: the slowest client is `times` slower."""
+    """fastest / u, u uniform in [1, times]: the slowest client is `times` slower.
+
+    Args:
+        fastest: Rate of the fastest client, per second, at least 1e-9.
+        times: Ratio of the fastest rate to the slowest, at least 1.
+    """
     return lambda generator: fastest / generator.uniform(1, times)
 
 
@@ -103,6 +113,9 @@ class Device:
             samples: Number of training samples, with repetitions.
             bytes_down: Size of the download.
             bytes_up: Size of the upload.
+
+        Returns:
+            Time, in seconds since the beginning of the run.
         """
         work = bytes_down / self.down + samples / self.speed + bytes_up / self.up
         if self.hours >= 24:
@@ -182,6 +195,9 @@ class Clock:
         Args:
             seed: Seed of the run.
             client: Number of the client.
+
+        Returns:
+            The device, from the client's line of the trace if there is a trace.
         """
 
         def drawn(name: str, rate: Any) -> float:
@@ -204,6 +220,9 @@ class Clock:
         Args:
             replies: Number of replies that end a round.
             clients: Number of clients that train.
+
+        Returns:
+            `replies` plus the share `over_selection`, rounded up, at most `clients`.
         """
         return min(clients, math.ceil((1 + self.over_selection) * replies - 1e-9))
 

@@ -50,6 +50,9 @@ class Polled:
         Args:
             sent: The message of the round.
             selected: Number of selected clients.
+
+        Returns:
+            Bytes of all clients together.
         """
         equal = self.message.keys() == sent.keys()
         equal = equal and all(torch.equal(self.message[name], sent[name]) for name in sent)
@@ -119,6 +122,9 @@ class Messenger:
         Args:
             pipeline: Pipeline of the round. Only its first part with a poll in this round is used.
             round: The round, without selected clients.
+
+        Returns:
+            The poll's message and sizes; empty without a poll.
         """
         for part in pipeline.acting["poll"]:
             poll = part.poll(round)
@@ -144,6 +150,9 @@ class Messenger:
             exchange: Record of the round.
             integers: The server's integer buffers, `[Z]`.
             now: Simulated time at the beginning of the round, in seconds.
+
+        Returns:
+            Jobs of the clients that remain, and faults of the removed clients.
         """
         round = exchange.round
         selection = exchange.selection
@@ -207,6 +216,13 @@ class Messenger:
             pipeline: Pipeline of the round.
             delivery: Jobs of the round. Clients without a valid reply are added to its faults.
             observed: True if an observer reads the replies.
+
+        Returns:
+            Valid replies by slot, or their aggregate.
+
+        Raises:
+            Diverged: The training of all clients diverged.
+            RefusedReply: No reply is valid, and a reply was refused.
         """
         exchange = delivery.exchange
         round = delivery.exchange.round

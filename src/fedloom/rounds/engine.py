@@ -148,7 +148,17 @@ class FoldingEngine(ABC):
     def train(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], fold: Exchange | None = None
     ) -> Iterator[Result]:
-        """Train the clients, and fold blocks of replies if `fold` is the exchange of the round."""
+        """Train the clients, and fold blocks of replies if `fold` is the exchange of the round.
+
+        Args:
+            pipeline: Pipeline of the round.
+            round: The round.
+            jobs: Jobs of the clients.
+            fold: Record of the round; None to return every reply unfolded.
+
+        Yields:
+            Answers and faults in any order, and folded blocks.
+        """
 
 
 class RemoteClients:

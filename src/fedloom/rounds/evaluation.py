@@ -211,6 +211,9 @@ class Evaluation:
             upcoming: The next round.
             clients: Numbers of the clients.
             integers: The server's integer buffers, `[Z]`.
+
+        Yields:
+            Jobs of at most `BLOCK` clients, in the order of `clients`.
         """
         for start in range(0, len(clients), BLOCK):
             block = tuple(clients[start : start + BLOCK])

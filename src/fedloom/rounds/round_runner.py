@@ -87,6 +87,10 @@ class RoundRunner:
         Args:
             round: The round, before its selection.
             now: Simulated time at the beginning of the round, in seconds.
+
+        Returns:
+            The lines of the files with figures, times, figures of clients and metrics of their
+            training.
         """
         times = {"began": time.perf_counter()}
         observed = bool(self._archive.observers)

@@ -82,6 +82,9 @@ class Patience:
         Args:
             number: Number of the round.
             figures: Its figures by name.
+
+        Returns:
+            False if the run has no early stop.
         """
         return (
             self.stop.evaluations is not None

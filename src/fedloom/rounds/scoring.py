@@ -72,6 +72,9 @@ class Tally:
             name: Prefix of the figures' names.
             objective: The task's objective.
 
+        Returns:
+            Figures by name. Shares are in [0, 1].
+
         Source: FedALA, section 5.1, and its authors' code for the weighted mean and the deviation.
         """
         metric = objective.metric
@@ -118,6 +121,9 @@ class Evaluator:
             row: Parameters of the model, `[P]`.
             samples: Test samples.
             integers: Integer buffers of the model, `[Z]`.
+
+        Returns:
+            Values by name. Shares are in [0, 1].
         """
         objective = self.dataset.objective
         sizes = torch.tensor([len(samples)])
@@ -145,6 +151,9 @@ class Evaluator:
             partition: Samples of each client.
             clients: Clients to score on.
             integers: Integer buffers of the model, `[Z]`.
+
+        Returns:
+            Totals of each client, in the order of `clients`.
         """
         index = torch.from_numpy(np.concatenate([partition[client] for client in clients]))
         sizes = torch.tensor([len(partition[client]) for client in clients])

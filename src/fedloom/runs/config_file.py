@@ -38,6 +38,13 @@ _Kind = TypeVar("_Kind", bound=Hashable)
 def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
     """Read and check a configuration file with `key=value` overrides. Raise `InvalidValue` or
     `UnknownName`.
+
+    Args:
+        path: A TOML file.
+        overrides: Values that replace values of the file, such as `training.epochs=5`.
+
+    Returns:
+        The configuration, with defaults for missing keys.
     """
     return configuration(read_table(path, overrides))
 
@@ -45,6 +52,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
 def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a file and `key=value` overrides as a table that is not checked yet. Raises as
     `load`.
+
+    Args:
+        path: A TOML file.
+        overrides: Values that replace values of the file, such as `training.epochs=5`.
+
+    Returns:
+        The nested table. Without a name in the file, its name is the file's.
     """
     try:
         with path.open("rb") as file:
@@ -128,7 +142,13 @@ def _methods(table: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Own]]:
 
 
 def require_not_own(keys: Iterable[str], own: Mapping[str, Own], purpose: str) -> None:
-    """Raise `InvalidValue` for a key with several values that a method sets itself."""
+    """Raise `InvalidValue` for a key with several values that a method sets itself.
+
+    Args:
+        keys: Keys with several values, such as `training.learning_rate`.
+        own: Settings of each method, by its name.
+        purpose: Table of the keys, with which the error begins, such as `settings`.
+    """
     for key in keys:
         for name, settings in own.items():
             if own_key(key) in settings:
@@ -148,6 +168,9 @@ def single_method(
         checked: The configuration.
         name: One of its methods.
         own: Its settings.
+
+    Returns:
+        A new table with the key `algorithm` in place of a list of methods.
     """
     others = {key: value for key, value in table.items() if key not in ("methods", "algorithms")}
     algorithm = str(checked.method(name))
@@ -243,6 +266,11 @@ def put(
 ) -> None:
     """Put `key=value` into the table; tables on the way are made. Raises `InvalidValue`, with the
     `example`, otherwise.
+
+    Args:
+        table: The nested table. It is changed.
+        text: Key and value. A value that is not TOML is text.
+        example: Example for errors.
     """
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"\s*[\w-]+(\.[\w-]+)*\s*", key):

@@ -213,6 +213,17 @@ class Configuration(Schedule):
     def task(self, seed: int, read: Callable[[str], Dataset] = make_dataset) -> Task:
         """Make the task of a seed, which the targets must fit; `read` may know the data set
         already.
+
+        Args:
+            seed: Seed of the partition and the initial weights.
+            read: Makes a data set from its expression.
+
+        Returns:
+            The task. With `validation` it tests on training samples that are withheld.
+
+        Raises:
+            InvalidValue: The configuration does not fit the data, or a target does not fit the
+                task.
         """
         if self.objects is not None:
             task = self.objects.task(seed)
@@ -235,6 +246,13 @@ class Configuration(Schedule):
     def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
         """Return everything that the figures of a run depend on, with defaults filled in; plain
         values, ready for JSON.
+
+        Args:
+            algorithm: Label or expression of the method.
+            seed: Seed of the run.
+
+        Returns:
+            A nested table by the keys of a configuration file.
         """
         return self.of(algorithm)._resolved(algorithm, seed)
 

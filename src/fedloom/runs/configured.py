@@ -27,7 +27,17 @@ from fedloom.task import Task
 def run_directory(
     configuration: Configuration, algorithm: str, seed: int, setting: str = ""
 ) -> RunDirectory:
-    """Return the directory of a configured run, in the folders of its setting and its method."""
+    """Return the directory of a configured run, in the folders of its setting and its method.
+
+    Args:
+        configuration: The configuration, with the folder of the experiment.
+        algorithm: Label or expression of the method.
+        seed: Seed of the run.
+        setting: Label of the setting, or "" without settings.
+
+    Returns:
+        The directory, `FOLDER/SETTING/METHOD/seed-N`. It is not created.
+    """
     folder = setting_folder(configuration.folder, setting)
     name = algorithm if configuration.labelled(algorithm) else str(configuration.method(algorithm))
     name = named(name, configuration.choices(algorithm))

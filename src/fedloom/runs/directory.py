@@ -160,6 +160,17 @@ class RunDirectory:
     ) -> list[str]:
         """Prepare the directory for a run, which `settle` begins. Return notices. Raises as
         `require`.
+
+        Args:
+            configuration: The run's resolved configuration.
+            method: The method, which decides if the number of rounds may change.
+            fresh: Delete an earlier run instead of continuing it.
+
+        Returns:
+            Notices about versions of libraries that changed since the run began.
+
+        Raises:
+            CheckpointError: The directory has another run, or is damaged.
         """
         if fresh:
             self.clear()
@@ -190,6 +201,10 @@ class RunDirectory:
         """Raise `CheckpointError` if the run here differs in more than its end.
 
         The end is the number of rounds, and a `stop` that waits longer.
+
+        Args:
+            configuration: The run's resolved configuration.
+            method: The method, which decides if the number of rounds may change.
         """
         if not self.begun:
             return
@@ -276,7 +291,12 @@ class RunDirectory:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock file. If another process holds it, `wait` or raise `CheckpointError`."""
+    """Hold a lock file. If another process holds it, `wait` or raise `CheckpointError`.
+
+    Args:
+        path: The lock file. Its folder is created.
+        wait: Wait until the other process releases the lock, instead of raising an error.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(path, timeout=-1 if wait else 0):
@@ -290,6 +310,14 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --fresh") -> _Json:
     """Return the JSON in a file. Raise `CheckpointError`, with the remedy, when the file is missing
     or damaged.
+
+    Args:
+        path: The file.
+        kind: Type of the value, `dict` or `list`.
+        remedy: End of the error.
+
+    Returns:
+        The value. The digest in an object has been checked.
     """
     try:
         value = json.loads(read_file(path))
@@ -353,13 +381,25 @@ def folder_name(expression: str) -> str:
 
 
 def setting_folder(folder: Path, setting: str) -> Path:
-    """Return the folder of a setting; without a setting, the folder of the experiment."""
+    """Return the folder of a setting; without a setting, the folder of the experiment.
+
+    Args:
+        folder: Folder of the experiment.
+        setting: Label of the setting, such as `data.partition=iid`, or "".
+
+    Returns:
+        The folder, with a name that all file systems allow.
+    """
     return folder / folder_name(setting) if setting else folder
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write an object and its digest to a file. Raise `CheckpointError` when it cannot be
     written.
+
+    Args:
+        path: The file.
+        value: The object, with plain values.
     """
     write_text(path, to_json({**value, "digest": _digest(value)}))
 

@@ -72,6 +72,12 @@ class Entry:
         Args:
             schedule: The schedule of the call.
             options: Its options. They must not contradict the settings.
+
+        Returns:
+            A new schedule.
+
+        Raises:
+            InvalidValue: An option contradicts a setting.
         """
         own = schedule_part(self.settings)
         for key in own.keys() & options.keys():
@@ -106,6 +112,9 @@ def own_settings(values: Mapping[str, Any], prefix: str = "") -> Own:
     Args:
         values: The settings by key.
         prefix: Precedes the keys in errors.
+
+    Returns:
+        The settings by key, without defaults of missing ones.
 
     Raises:
         InvalidValue: A key or a value is not allowed.
@@ -145,5 +154,13 @@ def full_keys(settings: Own) -> dict[str, Any]:
 
 
 def named(method: str, settings: Own) -> str:
-    """Return the name of a method with its own settings: `fedavg, learning_rate=0.1`."""
+    """Return the name of a method with its own settings: `fedavg, learning_rate=0.1`.
+
+    Args:
+        method: Label or expression of the method.
+        settings: Its own settings by key.
+
+    Returns:
+        The name; without settings, `method` unchanged.
+    """
     return ", ".join(filter(None, (method, label(settings))))

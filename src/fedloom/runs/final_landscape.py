@@ -30,6 +30,13 @@ def landscape_recorder(text: str) -> Landscape:
 def landscape_of(path: Path, recorder: Landscape) -> dict[str, Any]:
     """Return the loss around the final model of the run in a directory.
 
+    Args:
+        path: Directory of a finished run.
+        recorder: The recorder, with the grid and the directions.
+
+    Returns:
+        The losses and the axes, in the form for reports.
+
     Raises:
         InvalidValue: The run is not finished, or its task cannot be made again.
     """

@@ -106,7 +106,13 @@ class RoundHook:
         self._missing = self._missing or partial_models(federation.algorithm)
 
     def observe(self, round: Round, jobs: Sequence[Job], replies: Replies) -> None:
-        """Copy the models of a round: the server's step may change them in place."""
+        """Copy the models of a round: the server's step may change them in place.
+
+        Args:
+            round: The round.
+            jobs: Jobs of the round, with the messages that clients received.
+            replies: Valid replies.
+        """
         if self._missing:
             return
         numbers = self._federation.numbers
@@ -122,7 +128,12 @@ class RoundHook:
         """Do nothing: the function is called after the figures are written."""
 
     def report(self, figures: Record, times: Record) -> None:
-        """Call the function, then release the models."""
+        """Call the function, then release the models.
+
+        Args:
+            figures: Line of `metrics.jsonl`.
+            times: Line of `timings.jsonl`.
+        """
         number = int(figures["round"])
         federation = self._federation
         self._call(FinishedRound(number, figures, times, federation, self._uploads, self._missing))
@@ -136,6 +147,9 @@ def trained_module(task: Task, row: Tensor, integers: Tensor | None) -> nn.Modul
         task: The task.
         row: Parameters of the model, `[P]`.
         integers: Integer buffers of the model, `[Z]`.
+
+    Returns:
+        The module. Its weights are a copy of the row.
     """
     module = task.module(row)
     if integers is not None:

@@ -26,6 +26,15 @@ _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
 def identity(task: Task, described: Mapping[str, Any], method: Method, clock: Clock) -> str:
     """Return a digest of the run. It ignores `stop`, and `rounds` unless the method needs their
     number.
+
+    Args:
+        task: The task. Its data, its partition and the initial model are part of the digest.
+        described: The resolved configuration.
+        method: The method.
+        clock: The simulated clock. A trace counts by its contents, not by the file's name.
+
+    Returns:
+        The digest as text. Equal digests give equal figures up to the end of the shorter run.
     """
     end = ("stop",) if needs_total_rounds(method) else ("rounds", "stop")
     described = {key: value for key, value in described.items() if key not in end}
@@ -70,6 +79,14 @@ def environment() -> dict[str, Any]:
 
 
 def version_changes(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Return differences that may change a figure, such as `torch 2.12.0 (now 2.13.0)`, or ""."""
+    """Return differences that may change a figure, such as `torch 2.12.0 (now 2.13.0)`, or "".
+
+    Args:
+        earlier: Versions and settings when the run began.
+        present: Versions and settings now.
+
+    Returns:
+        Differences, separated by commas.
+    """
     changed = [key for key in _DECIDING if earlier.get(key) != present.get(key)]
     return ", ".join(f"{key} {earlier.get(key)} (now {present.get(key)})" for key in changed)

@@ -180,7 +180,17 @@ class NotebookBars(Display):
 
 @contextmanager
 def display(console: Console, runs: int, rounds: Rounds, brief: bool = False) -> Iterator[Display]:
-    """Show progress on a terminal, in a notebook or as lines. `brief` shows bars or nothing."""
+    """Show progress on a terminal, in a notebook or as lines. `brief` shows bars or nothing.
+
+    Args:
+        console: The output. A quiet console shows nothing.
+        runs: Number of runs.
+        rounds: Number of rounds of a run.
+        brief: Show only bars, or nothing if the output cannot show bars.
+
+    Yields:
+        A function that is called with the events of the runs.
+    """
     if console.is_jupyter and not console.quiet:
         notebook = NotebookBars(runs, rounds, brief)
         try:
@@ -198,12 +208,30 @@ def display(console: Console, runs: int, rounds: Rounds, brief: bool = False) ->
 def progress(
     runs: int, rounds: Rounds, quiet: bool = False, brief: bool = False
 ) -> AbstractContextManager[Display]:
-    """Show progress beside the output of a script or below the cell of a notebook."""
+    """Show progress beside the output of a script or below the cell of a notebook.
+
+    Args:
+        runs: Number of runs.
+        rounds: Number of rounds of a run.
+        quiet: Show nothing.
+        brief: Show only bars, or nothing if the output cannot show bars.
+
+    Returns:
+        A context manager with the display.
+    """
     return display(Console(stderr=True, quiet=quiet, highlight=False), runs, rounds, brief)
 
 
 def bars(rounds: Rounds, quiet: bool) -> Show:
-    """Return the progress of runs in a script or a notebook, which nothing stops."""
+    """Return the progress of runs in a script or a notebook, which nothing stops.
+
+    Args:
+        rounds: Number of rounds of a run.
+        quiet: Show nothing.
+
+    Returns:
+        A function from the number of runs to the context in which they are shown.
+    """
 
     @contextmanager
     def show(runs: int) -> Iterator[tuple[Watch, Callable[[], bool]]]:

@@ -111,6 +111,9 @@ def fastest_round(run: RunSummary, task: Task) -> str:
     Args:
         run: The run.
         task: Its data, model and local training.
+
+    Returns:
+        A sentence with the number of clients, the time, and the speed in GFLOP/s.
     """
     pairs = [
         (timing["train_seconds"], len(record["clients"]))

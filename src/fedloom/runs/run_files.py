@@ -23,7 +23,13 @@ from fedloom.task import Task
 
 
 def write_start(task: Task, path: Path, choice: Choice) -> None:
-    """Write the facts about the task, the split over clients, and the engine of a rule."""
+    """Write the facts about the task, the split over clients, and the engine of a rule.
+
+    Args:
+        task: The task.
+        path: Directory of the run.
+        choice: The engine, with the reason of the rule.
+    """
     if not choice.named:
         write_json(path / "engine.json", dataclasses.asdict(choice))
     if not task.elsewhere:
@@ -40,6 +46,11 @@ def write_start(task: Task, path: Path, choice: Choice) -> None:
 def write_end(result: Result, directory: RunDirectory, model: str) -> None:
     """Write the recorders' results and the model, and last the figures, which mark the run as
     finished.
+
+    Args:
+        result: The finished run.
+        directory: Directory of the run.
+        model: Expression of the model, from which the saved model can be built again.
     """
     task = result.task
     summary = result.summary

@@ -76,6 +76,15 @@ def read_axes(
 ) -> dict[str, Axis]:
     """Return the keys of a nested table with their values. Raise `InvalidValue` for other keys than
     `keys`.
+
+    Args:
+        table: The nested table.
+        keys: Allowed keys, in full, such as `training.epochs`.
+        prefix: Name of the table with a full stop, for errors.
+        steps_needed: A range must have a number of steps.
+
+    Returns:
+        A list or a range for each full key, in the order of the table.
     """
     if not isinstance(table, Mapping):
         raise InvalidValue(
@@ -91,6 +100,13 @@ def read_axes(
 def combinations(table: object, keys: Sequence[str]) -> list[Changes]:
     """Return every setting of a `[settings]` table in the order of its lists; the last key changes
     fastest.
+
+    Args:
+        table: The table, with a list or a range for each key.
+        keys: Allowed keys, in full, such as `training.epochs`.
+
+    Returns:
+        The values by full key, for each setting; empty without keys.
     """
     axes = read_axes(table, keys, "settings.")
     return products({key: values_of(axis) for key, axis in axes.items()}) if axes else []
@@ -129,6 +145,13 @@ def plain_text(value: Any) -> str:
 def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a nested table with some values set. Raise `InvalidValue` where a value is
     in the way.
+
+    Args:
+        table: The nested table. It stays unchanged.
+        changes: Values by full key, such as `training.epochs`. Missing tables are created.
+
+    Returns:
+        The changed copy.
     """
     result = copy.deepcopy(dict(table))
     for key, value in changes.items():
@@ -147,6 +170,11 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 def require_key(key: str, keys: Sequence[str], prefix: str = "") -> None:
     """Raise `InvalidValue` unless the full key is one of `keys`; it names the nearest, by the key
     or by its last word.
+
+    Args:
+        key: The key.
+        keys: Allowed keys, in full, such as `training.epochs`.
+        prefix: Name of the table with a full stop, for errors.
     """
     if key not in keys:
         words = {full.rpartition(".")[2]: full for full in reversed(keys)}

@@ -105,7 +105,12 @@ def build_tracker(expression: str | Tracker) -> Tracker:
 
 
 def require_installed(package: str, install: str) -> None:
-    """Raise `FedloomError` with the way to `install` the package unless it is installed."""
+    """Raise `FedloomError` with the way to `install` the package unless it is installed.
+
+    Args:
+        package: Name of the package in an import.
+        install: Command or sentence for the error.
+    """
     if importlib.util.find_spec(package) is None:
         raise FedloomError(f"tracker {package} needs {package!r}: {install}")
 
@@ -179,7 +184,12 @@ class Tracking:
             self.record(record, seconds.get(record["round"], {}))
 
     def record(self, record: Record, timing: Record) -> None:
-        """Pass a round on to the trackers that have not recorded it."""
+        """Pass a round on to the trackers that have not recorded it.
+
+        Args:
+            record: Line of `metrics.jsonl`.
+            timing: Line of `timings.jsonl`.
+        """
         number = int(record["round"])
         latest = self._state["latest"]
         faults = len(record.get("faults", ()))
