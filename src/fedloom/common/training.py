@@ -237,6 +237,9 @@ class Training(Described):
         Returns:
             The optimizer. A user's class uses its default momentum and weight decay if these are 0
             here.
+
+        Raises:
+            InvalidValue: A user's function returned no optimizer.
         """
         settings = {
             name: getattr(self, name)

@@ -21,6 +21,9 @@ Array = np.ndarray[Any, Any]
 def as_inputs(values: Any) -> Tensor:
     """Convert inputs `[n, ...]` to uint8 (bytes, with a channel), int64 (whole numbers) or
     float32.
+
+    Raises:
+        InvalidValue: The inputs are text, or pictures have their channels last.
     """
     values = _plain(values)
     if isinstance(values, Tensor) and values.dtype == torch.int64:

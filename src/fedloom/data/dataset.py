@@ -155,6 +155,9 @@ def hold_out(
 
     Returns:
         Training and test samples, each in the order of `samples`.
+
+    Raises:
+        InvalidValue: The fraction is not in (0, 1).
     """
     if not 0 < fraction < 1:
         raise InvalidValue(f"test_fraction must be between 0 and 1, not {fraction}")

@@ -205,6 +205,9 @@ def split_train_test(
     Returns:
         The partitions of training and of test samples.
 
+    Raises:
+        InvalidValue: The fraction is not in (0, 1).
+
     Source: FedALA (Zhang et al., AAAI 2023), experimental setup: 75 % / 25 %.
     """
     if not 0 < fraction < 1:

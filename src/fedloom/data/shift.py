@@ -115,6 +115,9 @@ class Rotation(InputShift):
 
         Returns:
             The angle. It stays the same in all rounds.
+
+        Raises:
+            InvalidValue: The list of angles is empty.
         """
         rng = numpy_stream(seed, "shift")
         if isinstance(self.degrees, list):

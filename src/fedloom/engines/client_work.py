@@ -54,7 +54,11 @@ class Setup:
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
     def make_engine(self, device: torch.device | None) -> RowsEngine:
-        """Apply the settings, and create the engine of this worker on `device`."""
+        """Apply the settings, and create the engine of this worker on `device`.
+
+        Raises:
+            FedloomError: PyTorch finds no GPU for `device`.
+        """
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)
         # Set it only if needed: setting it imports PyTorch's compiler.

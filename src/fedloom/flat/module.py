@@ -377,6 +377,9 @@ class FlatModule:
         Returns:
             Losses `[k]`, and the gradient of each tensor of `pieces(rows)`, `[k, ...]`. Gradients
             may share memory.
+
+        Raises:
+            InvalidValue: The loss uses the graph of an earlier step.
         """
         self.bind(rows)
         client_batch = Batch(self._in_fastest_layout(batch.inputs[0]), batch.labels[0], batch.step)

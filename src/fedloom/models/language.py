@@ -38,6 +38,9 @@ def transformer(
         lora: Rank of the trained adapters (see `causal_lm`); all other weights are frozen. 0 trains
             the whole model.
 
+    Raises:
+        InvalidValue: The data are not tokens, or `heads` does not divide `width`.
+
     Source: Radford et al. 2019.
     """
     tokens = vocabulary("transformer", spec)
@@ -88,6 +91,9 @@ def causal_lm(
         modules: Layers to adapt; by default the choice of peft for this architecture.
         dtype: Type of the frozen weights.
         attention: Implementation of attention; stacked clients need `eager`.
+
+    Raises:
+        InvalidValue: The folder has no model, or its model does not fit the data or the options.
 
     Source: Hu et al. 2022 (LoRA), section 4.1.
     """

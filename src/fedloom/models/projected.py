@@ -36,6 +36,9 @@ def projected(spec: DataSpec, *, model: str = "mlp", width: Count = 256) -> nn.M
         model: Name of a registered model with a linear classifier. It gets its default options.
         width: Width of the projection.
 
+    Raises:
+        InvalidValue: The classifier of the model is not linear, or has no layer below it.
+
     Source: Li et al. 2021 (MOON), section 3.2.
     """
     body = models[model].make(spec)

@@ -134,6 +134,9 @@ def head_name(module: nn.Module) -> str:
 
     The attribute `head` can be the submodule or its name (`head = "fc"`). Without it, the topmost
     layer is the classifier.
+
+    Raises:
+        InvalidValue: `head` names no submodule, or the module has no parameters.
     """
     head = getattr(module, "head", None)
     if isinstance(head, str):

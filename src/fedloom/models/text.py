@@ -78,6 +78,9 @@ def recurrent(
         width: Width of the recurrent layers.
         layers: Number of recurrent layers.
 
+    Raises:
+        InvalidValue: The data are not tokens, or the objective does not predict tokens.
+
     Source: McMahan et al., AISTATS 2017, section 3; LEAF (Caldas et al., 2018).
     """
     tokens = vocabulary("recurrent", spec)

@@ -234,6 +234,9 @@ def kind_of(tensor: Tensor) -> str:
 def prediction(outputs: Any) -> Tensor:
     """Return the prediction in a model's outputs: a tensor, the first tensor of a tuple, or
     `logits` of a dictionary.
+
+    Raises:
+        InvalidValue: The outputs have none of these forms.
     """
     if isinstance(outputs, Tensor):
         return outputs

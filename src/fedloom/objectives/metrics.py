@@ -75,6 +75,9 @@ class NamedMetric:
         Returns:
             The figure; NaN for a model that has diverged; None if the figure is undefined, such as
             a ranking of samples of one class.
+
+        Raises:
+            InvalidValue: The metric returned more than one number.
         """
         if not torch.isfinite(outputs).all():
             return math.nan

@@ -26,6 +26,10 @@ _Made = TypeVar("_Made")
 def require_known(checked: Configuration) -> None:
     """Look up every engine, method, recorder, data set, partition and model before the first round
     of any run.
+
+    Raises:
+        UnknownName: A name is not registered.
+        InvalidValue: A name is listed twice, or an expression is not valid.
     """
     import_plugins(checked.plugins)
     require_engine_on(checked.engine, checked.device)

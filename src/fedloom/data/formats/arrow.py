@@ -163,6 +163,9 @@ def read_any(path: Path, options: CsvOptions | None = None) -> tuple[Any, Any]:
 
     Returns:
         Arrow tables of the rows to train on, and of the rows to test on or None.
+
+    Raises:
+        DataError: There is no such file, it is damaged, or its kind is not supported.
     """
     with reading(path, "damaged folder of a DatasetDict"):
         if (path / "dataset_dict.json").is_file():
@@ -267,6 +270,9 @@ def decode_column(
 
     Returns:
         Pixels `[n, channels, height, width]` uint8.
+
+    Raises:
+        DataError: There is no such column, or a cell is not a picture.
     """
     import pyarrow as pa
 
@@ -297,6 +303,9 @@ def decode_in_own_mode(table: Any, name: str, source: str) -> Tensor:
 
     Returns:
         Pixels `[n, channels, height, width]` uint8.
+
+    Raises:
+        DataError: A cell is not a picture.
     """
     packed = table.column(name)[0].as_py()
     if not packed or not packed.get("bytes"):

@@ -80,6 +80,9 @@ def materialised(data: Any) -> Samples:
 
     Where that is too much, memory holds only the labels, from `data.targets` or `data.labels` or
     one pass over all items.
+
+    Raises:
+        InvalidValue: Two items have inputs of different shapes.
     """
     name = type(data).__name__
     _require_items(data, name)

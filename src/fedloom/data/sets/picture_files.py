@@ -26,7 +26,11 @@ Files = list[tuple[Path, int]]
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read the uint8 tensor of an idx file, plain or packed with gzip."""
+    """Read the uint8 tensor of an idx file, plain or packed with gzip.
+
+    Raises:
+        DataError: The file is damaged, or holds other numbers than bytes.
+    """
     # Y. LeCun, C. Cortes, C. Burges, the MNIST database, "file formats"
     with reading(path, "damaged gzip or idx file"), path.open("rb") as file:
         content = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
@@ -218,6 +222,9 @@ def tiny_imagenet_files(root: Path, most_classes: int) -> tuple[Files, Files]:
 
     Returns:
         Training and validation pictures with their labels.
+
+    Raises:
+        DataError: A list of the folder is damaged, or a class has no pictures.
     """
     listing = root / "wnids.txt"
     label = {wnid: number for number, wnid in enumerate(sorted(set(_lines(listing))))}
