@@ -184,7 +184,7 @@ def parameters(make: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters that a user may set.
 
     These are all fields of a dataclass, and all keyword-only parameters of other callables. The
-    default of a field with a factory is what the factory makes.
+    factory of a field is called for its default.
     """
     signature = inspect.signature(make).parameters
     if not dataclasses.is_dataclass(make):

@@ -166,13 +166,13 @@ class Columns:
         return name in self.categorical or (is_text(cells.type) and not is_ordinal)
 
     def leave_out(self, names: Sequence[str]) -> str:
-        """Return the setting that leaves out these columns, as it is written."""
+        """Return the setting that leaves out these columns, as users write it."""
         excluded = ", ".join(self._quoted(name) for name in (*self.exclude, *names))
         return f"exclude=[{excluded}]"
 
     @property
     def ordinal(self) -> str:
-        """The setting that takes dates as numbers, as it is written."""
+        """The setting that takes dates as numbers, as users write it."""
         return f"dates={self._quoted('ordinal')}"
 
     def _quoted(self, text: str) -> str:

@@ -251,15 +251,15 @@ class Dataset(Described):
             channels, height, width]` by it.
         std: The deviation of each channel.
         vocabulary: Of token data, the number of tokens.
-        class_names: The name of each class, by default its label as it was.
+        class_names: The name of each class, by default its original label.
         objective: The objective that is learned.
         metrics: Recorded beside the objective's figures.
-        encoding: The encoding that made the inputs of a table or of texts; `make_task` fits that of
-            a table.
+        encoding: The encoding that made the inputs of a table or of texts. `make_task` fits the
+            encoding of a table.
         standardise: Bring the target of a `regression` to mean 0 and deviation 1, over the samples
             that clients train on.
-        target: The name of what is learned.
-        label_type: What the labels were, and predictions are: `text`, `number` or `boolean`; by
+        target: The name of the column or quantity that is learned.
+        label_type: Type of the labels and of predictions: `text`, `number` or `boolean`; by
             default found by the samples.
         notices: A line for each decision of a reader that the user may not expect.
 

@@ -24,7 +24,7 @@ def require_features(table: Any, roles: Columns, rows: npt.NDArray[np.int64]) ->
         rows: The rows to train on.
 
     Raises:
-        DataError: An input has nearly as many categories as rows, or is a date. The text has the
+        DataError: An input has a category for nearly every row, or is a date. The text has the
             setting to add.
     """
     inputs = {name: table.column(name) for name in roles.inputs if name not in roles.categorical}
@@ -50,7 +50,7 @@ def require_features(table: Any, roles: Columns, rows: npt.NDArray[np.int64]) ->
 
 
 def _require_values(inputs: Mapping[str, Any], roles: Columns) -> None:
-    """Raise `DataError` for a column of so few numbers that their mean tells them."""
+    """Raise `DataError` for a column with too few numbers: their mean would reveal them."""
     for name, cells in inputs.items():
         count = len(cells) - cells.null_count
         if not is_text(cells.type) and 0 < count < min(roles.smallest, len(cells)):

@@ -68,8 +68,8 @@ class LabelNoise:
         return numpy_stream(seed, "label noise rates").uniform(low, high, clients)
 
     def apply(self, labels: Indices, partition: Partition, classes: int, seed: int) -> Indices:
-        """Return labels with a share replaced. With one seed, a higher rate also replaces those of
-        a lower one.
+        """Return labels with a share replaced. With one seed, a higher rate also replaces all
+        labels that a lower one replaces.
 
         Args:
             labels: Labels `[n]`.

@@ -1,8 +1,8 @@
 """Preprocessing: from a sample of the user's data to a model's input, and from a model's output to
 an answer.
 
-It belongs to the data set of a task, is saved with every run as plain JSON, and goes with the model
-to its users. The sites of a federation agree on it. It has values only: reading it runs no code.
+It belongs to the data set of a task, is saved with every run as plain JSON, and is delivered with
+the model. The sites of a federation agree on it. It has values only: reading it runs no code.
 """
 
 import json

@@ -50,7 +50,7 @@ class InputShift:
         raise NotImplementedError
 
     def apply(self, samples: Samples, partition: Partition, seed: int) -> Samples:
-        """Return the samples with those of each client shifted.
+        """Return the samples, shifted for each client.
 
         Args:
             samples: All samples.

@@ -309,7 +309,7 @@ class WorkerEngine(LocalEngine, FoldingEngine):
 
         Yields:
             Answers and faults in the order in which workers finish. A folded block comes before its
-            answers, which then have no tensors.
+            answers. They have no tensors.
         """
         expected = pipeline.expected(round)
         slots = [job.slot + 1 for job in jobs if job.slot is not None]

@@ -139,7 +139,7 @@ class Layout:
         return {name: tensors[name] for name in self.frozen}
 
     def frozen_digest(self, module: nn.Module) -> str:
-        """Return a digest of the frozen tensors, or "" if there are none."""
+        """Return a digest of the frozen tensors, or "" without frozen tensors."""
         digest = Digest()
         for name, tensor in self.frozen_tensors(module).items():
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())

@@ -68,7 +68,7 @@ def require_known(checked: Configuration) -> None:
 
 
 def _is_own(expression: str) -> bool:
-    """Return True for a `module:name`, which is imported only when it is used."""
+    """Return True for a `module:name`. It is imported only when it is used."""
     return ":" in expression.partition("(")[0]
 
 

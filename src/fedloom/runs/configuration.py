@@ -181,7 +181,7 @@ class Configuration(Schedule):
         return replace(self, training=replace(self.training, **training), **schedule)
 
     def choices(self, algorithm: str) -> dict[str, Any]:
-        """Return the settings that distinguish a method's runs: its own, and what was tuned."""
+        """Return the settings that distinguish a method's runs: its own and the tuned ones."""
         tuned = {
             key.removeprefix("algorithm."): value
             for key, value in self.tuned.get(algorithm, {}).items()

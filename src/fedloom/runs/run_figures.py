@@ -106,7 +106,7 @@ def costs(run: RunSummary) -> dict[str, Any]:
 
 
 def fastest_round(run: RunSummary, task: Task) -> str:
-    """Return the speed of training in the fastest round, beside that of a large matrix product.
+    """Return the speed of training in the fastest round, and the speed of a large matrix product.
 
     Args:
         run: The run.

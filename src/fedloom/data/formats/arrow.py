@@ -198,7 +198,7 @@ def read_csv(path: Path, options: CsvOptions | None = None) -> tuple[Any, Any]:
         options: Types of columns and the format.
 
     Returns:
-        An Arrow table with the type of each column, and one with each cell as it is in the file.
+        An Arrow table with the type of each column, and one with each cell as text.
     """
     options = options or CsvOptions()
     with reading(path, "damaged csv"):

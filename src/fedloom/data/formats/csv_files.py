@@ -52,7 +52,7 @@ class CsvOptions:
 
 
 def read_text_table(path: Path, options: CsvOptions) -> Any:
-    """Read a CSV file as an Arrow table of text, each cell as it is in the file.
+    """Read a CSV file as an Arrow table of text, without converting cells.
 
     Args:
         path: The file.
@@ -95,7 +95,7 @@ def typed(table: Any, source: str, options: CsvOptions) -> Any:
     Args:
         table: As `read_text_table` returns it.
         source: The file, for errors.
-        options: Types that are given; those of the other columns follow from their cells.
+        options: Types of some columns. The types of the others follow from their cells.
 
     Returns:
         An Arrow table with the same columns.

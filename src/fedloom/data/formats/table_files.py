@@ -153,7 +153,7 @@ def _require_alike(
 
 
 def _kind(cells: Any, is_csv: bool, options: CsvOptions) -> str:
-    """Return what the cells of one file are; "" if all are empty."""
+    """Return the kind of the cells of one file; "" if all are empty."""
     if is_csv:
         cells = inferred_column(cells, options.decimal)
     if cells.null_count == len(cells):

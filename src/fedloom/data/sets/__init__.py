@@ -1,1 +1,1 @@
-"""The data sets: one file each; a file registers what it holds."""
+"""The data sets. Each file registers one or several."""

@@ -26,7 +26,7 @@ def image_dataset(
         split: Training and test samples. Inputs that are not bytes have no scale.
         classes: The number of classes.
         normalise: `standard`, `half` (mean and deviation 0.5) or `none`.
-        standard: The standard scale, by default that of the training pictures.
+        standard: The standard scale, by default computed from the training pictures.
         class_names: The name of each class.
 
     Returns:

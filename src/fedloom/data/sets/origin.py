@@ -32,15 +32,15 @@ def load(
     folder: str | None,
     hub: bool,
 ) -> T:
-    """Return a set from a folder or, if asked for, the hub.
+    """Return a set from a folder, or from the hub if `hub` is set.
 
     Args:
         name: Name of the set.
         folders: Names of the folder that holds it.
-        files: Its files, for the error if there are none.
+        files: Its files, for the error about a missing set.
         read: Reads a folder; None if it does not hold the set.
         fetch: Downloads the set; None if the hub has none.
-        folder: Folder of the user; by default that of the environment variable FEDLOOM_DATA.
+        folder: Folder of the user; by default the environment variable FEDLOOM_DATA.
         hub: Download the set if no folder holds it.
 
     Returns:
@@ -70,7 +70,7 @@ def load(
 def cached_split(
     name: str, key: str, make: Callable[[], Split], files: Sequence[Path] = ()
 ) -> Split:
-    """Return the result of `make`, which is saved in the cache folder.
+    """Return the result of `make`, and save it in the cache folder.
 
     Args:
         name: Name of the set.
@@ -155,7 +155,7 @@ def candidates(folders: Sequence[str], folder: str | None) -> Iterator[Path]:
 
     Args:
         folders: Names of the folder that holds it.
-        folder: Folder of the user; by default that of the environment variable FEDLOOM_DATA.
+        folder: Folder of the user; by default the environment variable FEDLOOM_DATA.
 
     Yields:
         Folders in the order in which they are searched.

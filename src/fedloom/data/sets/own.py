@@ -307,8 +307,8 @@ def function_data(source: str, layout: Layout = "channels_first") -> Dataset | S
 
 
 def called(source: str) -> Any:
-    """Return what the function at `source`, `module:function`, returns; raises `DataError` for
-    whatever it raises.
+    """Return the result of the function at `source`, `module:function`. Raises `DataError` if the
+    function fails.
     """
     function = found_at(source, "source", "'module:function'")
     try:

@@ -29,14 +29,14 @@ class PictureSet:
 
     Attributes:
         name: The name of the data set.
-        wanted: The files, for the error if there are none.
+        wanted: The files, for the error about a missing set.
         folders: Names of the folder that holds them.
         classes: The number of classes.
         text: The docstring of the data set; "" if its own function registers it.
         format: The format of the files; `tables` if only the hub's parquet files are read.
         files: The names of the files: of idx and batches those for testing come last.
         class_names: The name of each class.
-        scale: Mean and standard deviation of each channel, by default those of the pictures.
+        scale: Mean and standard deviation of each channel, by default computed from the pictures.
         repository: The set on the Hugging Face hub.
         label: The column of labels in tables; batches have its plural.
         channels: 1 (grey) or 3 (colour).
