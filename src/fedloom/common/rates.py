@@ -45,6 +45,9 @@ def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedu
         over: T; by default all rounds or steps.
         least: The factor at the end, in [0, 1].
 
+    Returns:
+        A function (finished, total) -> factor, both in rounds or steps.
+
     Source:
         Loshchilov & Hutter 2017, equation 5, without restarts.
     """
@@ -61,6 +64,9 @@ def linear(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedu
     Args:
         over: T; by default all rounds or steps.
         least: The factor after T steps, in [0, 1]; a factor of 0 after `over` rounds is refused.
+
+    Returns:
+        A function (finished, total) -> factor, both in rounds or steps.
     """
     return lambda done, total: 1 - (1 - least) * min(done, over or total) / (over or total)
 
@@ -72,6 +78,9 @@ def step(*, every: Count, factor: Share = 0.1) -> RateSchedule:
     Args:
         every: Rounds or steps between two changes.
         factor: In (0, 1].
+
+    Returns:
+        A function (finished, total) -> factor, both in rounds or steps.
     """
     return lambda done, total: factor ** (done // every)
 
@@ -84,6 +93,9 @@ def warmup(*, over: Count, then: RateSchedule = constant()) -> RateSchedule:  # 
         over: Rounds or steps of the warm-up; the factor begins at 1/over and is 1 from number
             `over` on.
         then: The schedule that begins after them.
+
+    Returns:
+        A function (finished, total) -> factor, both in rounds or steps.
 
     Source:
         Goyal et al. 2017.

@@ -158,6 +158,9 @@ def by_rule(
         begun: Choice with which a resumed run began.
         memory_budget: Bytes of client memory in this process. If clients need more, the memory of
             the least recently used clients is moved to files.
+
+    Returns:
+        The engine. Its attribute `chosen` has the reason of the choice.
     """
     chosen, proof = (begun, None) if begun else choice(task, schedule, in_process, algorithm)
     stacks = "stacked" in chosen.name

@@ -98,6 +98,9 @@ def fedmr_cnn(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
             has convolutions of 16 and 32 and a layer of 256; `auto` is `femnist` for images of one
             channel, else `cifar`.
 
+    Returns:
+        A module from `[b, channels, h, w]` to logits `[b, Y]`.
+
     Source: the code of FedMR; its text describes `mcmahan_cnn`.
     """
     if is_femnist(variant, image_shape("fedmr_cnn", spec)[0]):

@@ -38,6 +38,9 @@ def transformer(
         lora: Rank of the trained adapters (see `causal_lm`); all other weights are frozen. 0 trains
             the whole model.
 
+    Returns:
+        A module from tokens `[b, length]` to a dictionary with `logits [b, length, tokens]`.
+
     Raises:
         InvalidValue: The data are not tokens, or `heads` does not divide `width`.
 
@@ -91,6 +94,9 @@ def causal_lm(
         modules: Layers to adapt; by default the choice of peft for this architecture.
         dtype: Type of the frozen weights.
         attention: Implementation of attention; stacked clients need `eager`.
+
+    Returns:
+        A module from tokens `[b, length]` to a dictionary with `logits [b, length, tokens]`.
 
     Raises:
         InvalidValue: The folder has no model, or its model does not fit the data or the options.

@@ -37,6 +37,9 @@ def logistic(spec: DataSpec, *, zero_init: bool = False) -> nn.Module:
 
     Args:
         zero_init: Start from zero weights, as FedDC's synthetic experiments do.
+
+    Returns:
+        A module from `[b, ...]` to logits `[b, Y]`.
     """
     module = Perceptron(flat_features("logistic", spec), (), spec.outputs)
     if zero_init:
@@ -51,6 +54,9 @@ def mlp(spec: DataSpec, *, hidden: Sequence[Count] = (200, 200)) -> nn.Module:
 
     Args:
         hidden: Widths of the hidden layers, from bottom to top.
+
+    Returns:
+        A module from `[b, ...]` to logits `[b, Y]`.
     """
     return Perceptron(flat_features("mlp", spec), hidden, spec.outputs)
 
@@ -71,6 +77,9 @@ def feddc_fcn(spec: DataSpec, *, hidden: Count = 200) -> nn.Module:
 
     Args:
         hidden: Width of both hidden layers.
+
+    Returns:
+        A module from `[b, ...]` to logits `[b, Y]`.
 
     Source: FedUmf, appendix, with the widths of FedDC's code.
     """

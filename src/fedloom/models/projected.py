@@ -36,6 +36,9 @@ def projected(spec: DataSpec, *, model: str = "mlp", width: Count = 256) -> nn.M
         model: Name of a registered model with a linear classifier. It gets its default options.
         width: Width of the projection.
 
+    Returns:
+        A module with the inputs of `model` and logits `[b, Y]`.
+
     Raises:
         InvalidValue: The classifier of the model is not linear, or has no layer below it.
 

@@ -185,6 +185,9 @@ def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet")
             Tiny-ImageNet; `cifar`, for small images, is a 3x3 convolution of stride 1 without
             pooling.
 
+    Returns:
+        A module from `[b, channels, h, w]` to logits `[b, Y]`.
+
     Source: He et al. 2016, table 1.
     """
     channels, _, _ = image_shape("resnet18", spec)
@@ -212,6 +215,9 @@ def fedmr_resnet20(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
     Args:
         variant: `femnist` adds 3x3 max pooling of stride 1 after `conv1`, `cifar` does not; `auto`
             is `femnist` for images of one channel, else `cifar`.
+
+    Returns:
+        A module from `[b, channels, h, w]` to logits `[b, Y]`.
 
     Source: the code of FedMR.
     """

@@ -37,6 +37,9 @@ def fasttext(spec: DataSpec, *, width: Count = 32) -> nn.Module:
     Args:
         width: Width of the embeddings and of the hidden layer.
 
+    Returns:
+        A module from tokens `[b, length]` to logits `[b, Y]`.
+
     Source: Joulin et al. 2017; FedALA, section "Experiments".
     """
     return FastText(vocabulary("fasttext", spec), width, spec.outputs)
@@ -77,6 +80,9 @@ def recurrent(
         embedding: Width of the embeddings.
         width: Width of the recurrent layers.
         layers: Number of recurrent layers.
+
+    Returns:
+        A module from tokens `[b, length]` to logits `[b, length, tokens]`.
 
     Raises:
         InvalidValue: The data are not tokens, or the objective does not predict tokens.

@@ -103,6 +103,9 @@ def fedmr_vgg16(spec: DataSpec, *, variant: Variant = "auto", dropout: BelowOne 
             parameters at 62 classes); `auto` is `femnist` for images of one channel, else `cifar`.
         dropout: Dropout after each of the two layers of 4096, in [0, 1).
 
+    Returns:
+        A module from `[b, channels, h, w]` to logits `[b, Y]`.
+
     Source: the code of FedMR.
     """
     if is_femnist(variant, image_shape("fedmr_vgg16", spec, least=2)[0]):

@@ -86,10 +86,6 @@ class DPSGD(AccountedByClient):
     def solve(self, target: float, rounds: int) -> float:
         """Return the noise for the client with the fewest samples, since its sampling rate is
         largest. It is larger if another client has a larger epsilon.
-
-        Args:
-            target: Largest epsilon.
-            rounds: Number of rounds.
         """
         sizes = self.plan.sizes(torch.arange(self.plan.clients)).unique()
         noise = 0.0

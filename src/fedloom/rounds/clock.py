@@ -55,6 +55,9 @@ def lognormal(*, median: PerSecond, sigma: Annotated[float, Field(ge=0, le=100)]
     Args:
         median: Median rate, per second, at least 1e-9.
         sigma: Standard deviation of the rate's logarithm; 0 gives all clients one rate.
+
+    Returns:
+        A function that draws one client's rate, per second.
     """
     return lambda generator: min(
         max(median * math.exp(min(sigma * generator.standard_normal(), 600.0)), SLOWEST), LARGEST
@@ -68,6 +71,9 @@ def stragglers(*, fastest: PerSecond, times: Annotated[float, Field(ge=1, le=1e9
     Args:
         fastest: Rate of the fastest client, per second, at least 1e-9.
         times: Ratio of the fastest rate to the slowest, at least 1.
+
+    Returns:
+        A function that draws one client's rate, per second.
     """
     return lambda generator: fastest / generator.uniform(1, times)
 

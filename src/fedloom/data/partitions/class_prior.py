@@ -38,6 +38,9 @@ def class_prior(
         sizes: The partition that gives the sizes of the clients: `iid` (they differ by at most
             one), or such as `lognormal(0.3)`, `quantity(0.5)`, `exponential(0.1)`.
 
+    Returns:
+        The partition. Each sample has one client.
+
     Raises:
         InvalidValue: For fewer than one client or more clients than samples, and for `sizes` that
             leave samples over.

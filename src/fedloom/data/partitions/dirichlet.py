@@ -40,6 +40,9 @@ def dirichlet(
             FedALA: 40, from min(4 B, n / (2 N))); at most 10,000 times, fewer where clients x
             classes is large.
 
+    Returns:
+        The partition. Each sample has one client.
+
     Raises:
         InvalidValue: For clients * minimum > n, or if no draw reaches `minimum`.
 

@@ -18,6 +18,9 @@ def iid(
             one (five images a class and client on CIFAR-100 with 100 clients, as in FedUmf's
             appendix).
 
+    Returns:
+        The partition. Each sample has one client.
+
     Source: FedMR (arXiv 2305.10730), FedUmf, experimental setup.
     """
     rng = partition_stream(labels, clients, seed)
@@ -42,6 +45,9 @@ def shards(
     Args:
         per_client: The shards of a client.
 
+    Returns:
+        The partition. Each sample has one client.
+
     Source: McMahan et al., AISTATS 2017, section 3; FedUmf, non-IID setting.
     """
     rng = partition_stream(labels, clients, seed, minimum=per_client)
@@ -62,6 +68,9 @@ def similarity(
 
     Args:
         share: In [0, 1].
+
+    Returns:
+        The partition. Each sample has one client.
 
     Source: Hsu et al. 2019's measure as SCAFFOLD sets it (Karimireddy et al., ICML 2020, section
     7.1: 0, 10 and 100 %).

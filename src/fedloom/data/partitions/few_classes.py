@@ -39,6 +39,9 @@ def pathological(
         balanced: The m clients of a class get equal numbers of its samples.
         least: A client's least number of samples, as above.
 
+    Returns:
+        The partition. Samples of classes without a client are in no part.
+
     Raises:
         InvalidValue: For k > C or a class with fewer samples than clients to share it.
 
@@ -72,6 +75,9 @@ def label_quantity(
 
     Args:
         classes_per_client: Classes that a client holds, at most those that occur.
+
+    Returns:
+        The partition. Samples of classes without a holder are in no part.
 
     Raises:
         InvalidValue: For more classes a client than occur, or a class with fewer samples than

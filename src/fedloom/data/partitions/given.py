@@ -30,6 +30,9 @@ def natural(
         together: The writers of a client; those that make no whole client join the one with the
             highest number.
 
+    Returns:
+        The partition. Samples of groups that are left out are in no part.
+
     Raises:
         InvalidValue: For data without groups, or more clients than there are with `minimum`
             samples.
@@ -73,6 +76,9 @@ def fixed(
 
     Args:
         file: The path of the npz file.
+
+    Returns:
+        The partition of the file.
 
     Raises:
         DataError: For a file that is missing, damaged or of other data (a sample that does not

@@ -24,6 +24,9 @@ def lognormal(
     Args:
         sigma: The deviation of the logarithm, in [0, 100].
 
+    Returns:
+        The partition. Each sample has one client.
+
     Source: FedUmf appendix (unbalanced, 0.3), after FedDC (Gao et al., CVPR 2022), experimental
     setup.
     """
@@ -46,6 +49,9 @@ def quantity(
     Args:
         alpha: The concentration, greater than 0.
 
+    Returns:
+        The partition. Each sample has one client.
+
     Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV
     (quantity skew).
     """
@@ -66,6 +72,9 @@ def exponential(
     Args:
         rate: In [0, 100].
 
+    Returns:
+        The partition. Each sample has one client.
+
     Source: Flower's ExponentialPartitioner (rate 1), in flwr_datasets.
     """
     rng = partition_stream(labels, clients, seed)
@@ -84,6 +93,9 @@ def polynomial(
 
     Args:
         degree: In [0, 100].
+
+    Returns:
+        The partition. Each sample has one client.
 
     Source: Flower's LinearPartitioner (degree 1) and SquarePartitioner (degree 2), in
     flwr_datasets.

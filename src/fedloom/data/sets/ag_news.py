@@ -48,6 +48,9 @@ def ag_news(
         max_vocabulary: The most ids, 0 and 1 included, of the commonest tokens; None for all.
         vocabulary_from: Count the tokens of the training articles, or of all, as FedALA does.
 
+    Returns:
+        Token numbers `[n, length]` int64, and labels from 0 to 3.
+
     Source: Zhang et al., Character-level Convolutional Networks, 2015; FedALA, section 5.1.
     """
     folders = ("ag_news_csv", "ag_news", "AG_NEWS", "agnews")

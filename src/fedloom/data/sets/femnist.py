@@ -63,6 +63,9 @@ def femnist(
         preprocessed: Read `train` and `test` (True) or `all_data` (False); by default `all_data`
             only without the former.
 
+    Returns:
+        Pictures `[n, 1, 28, 28]` uint8, labels from 0 to 61, and the writer of each sample.
+
     Source: Caldas et al., LEAF, 2018.
     """
 

@@ -57,6 +57,10 @@ def shakespeare(
         test_fraction: The share of each speaker's sequences, from the end, that tests, in (0, 1).
         least: Speakers with fewer sequences are left out.
 
+    Returns:
+        Inputs and targets `[n, length]` int64, and the speaker of each sample. Positions without a
+        prediction have the objective's padding as their target.
+
     Source: McMahan et al., AISTATS 2017; Caldas et al., LEAF, 2018.
     """
 
@@ -108,6 +112,9 @@ def stackoverflow(
         test_fraction: Without `test.jsonl`, the share of each user's texts that is held out, in (0,
             1).
         seed: The seed of the texts held out.
+
+    Returns:
+        Inputs and targets `[n, length]` int64, and the user of each sample.
 
     Source: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (20 words, 10,000 in the
     vocabulary).
@@ -164,6 +171,9 @@ def texts(
         test_fraction: Without a part for testing, the share of each client's texts that is held
             out, in (0, 1).
         seed: The seed of the texts held out.
+
+    Returns:
+        Inputs and targets `[n, length]` int64 and, with `group`, the client of each sample.
 
     Raises:
         DataError: For a file that is missing, damaged or too large, or an empty cell.

@@ -53,6 +53,9 @@ def arrays(
         test_fraction: Without test arrays, the share of each class that is held out, in (0, 1).
         seed: The seed of the samples held out.
 
+    Returns:
+        Samples with the inputs of the file. Tokens are int64, pictures `[n, channels, h, w]` uint8.
+
     Raises:
         DataError: For a file that is missing, damaged or too large, or arrays that do not fit.
     """
@@ -101,6 +104,9 @@ def images(
         normalise: `standard` takes mean and deviation of the training pictures, by channel.
         test_fraction: Without `test`, the share of each class that is held out, in (0, 1).
         seed: The seed of the pictures held out.
+
+    Returns:
+        Pictures `[n, channels, h, w]` uint8, and labels from 0 in the order of the class names.
 
     Raises:
         DataError: For a folder without classes, or a picture that is unreadable or of another size.
@@ -242,6 +248,9 @@ def python(
         normalise: The normalisation of pictures.
         test_fraction: Without test arrays, the share of each class that is held out, in (0, 1).
         seed: The seed of the samples held out.
+
+    Returns:
+        The function's `Dataset`, or a data set of its arrays.
 
     Raises:
         InvalidValue: If there is no such function.

@@ -24,6 +24,9 @@ def random_part(
             numbers, at least one of each. A set that is no larger is taken as it is.
         seed: The seed of the draw, whatever the seed of a run.
 
+    Returns:
+        The set with `samples` samples in total.
+
     Raises:
         InvalidValue: If `of` is a part itself.
     """

@@ -195,6 +195,9 @@ def tiny_imagenet(
             `test_fraction` of each class, so that training and test samples are the 100,000 images
             that FedALA uses.
         test_fraction: The share of each class that `held_out` holds out, in (0, 1).
+
+    Returns:
+        Pictures `[n, 3, 64, 64]` uint8, and labels from 0 to 199.
     """
     pictures = PICTURE_SETS["tiny_imagenet"]
     split = pictures.load(folder, hub)

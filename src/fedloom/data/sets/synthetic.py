@@ -49,6 +49,9 @@ def synthetic(
         classes: The number of classes, at least 2.
         seed: The seed of the data, whatever the seed of a run.
 
+    Returns:
+        Features `[n, dimension]` float32, labels from 0, and the user of each sample.
+
     Raises:
         InvalidValue: For `iid` with alpha or beta above 0.
 
@@ -100,6 +103,9 @@ def synthetic_feddc(
             data trained on, as the authors' code does.
         test_fraction: That share, in (0, 1).
         seed: The seed of the data, whatever the seed of a run.
+
+    Returns:
+        Features `[n, dimension]` float32, labels from 0, and the user of each sample.
 
     Source: Gao et al., FedDC, section 4.1; FedUmf, appendix, Figure A5.
     """

@@ -75,6 +75,9 @@ def table(
             separate thousands.
         encoding: The encoding of a CSV file, such as `latin-1`, by default UTF-8 or UTF-16.
 
+    Returns:
+        Features `[n, d]`, pictures or tokens, with classes or numbers as targets.
+
     Raises:
         DataError: For a file that is missing, damaged or too large, with the column.
         InvalidValue: For a column that the table does not have.
