@@ -76,7 +76,12 @@ class ChangedLoss:
         return False
 
     def features(self, rows: Tensor, inputs: Tensor) -> None:
-        """Return None: the change may need the inputs, so features are not enough for training."""
+        """Return None: the change may need the inputs, so features are not enough for training.
+
+        Args:
+            rows: Models, `[k, P]`. Not used.
+            inputs: Samples, `[k, b, ...]`. Not used.
+        """
 
     def _changed(self, loss_fn: LossFn) -> LossFn:
         def changed(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
