@@ -79,8 +79,8 @@ class ChangedLoss:
         """Return None: the change may need the inputs, so features are not enough for training.
 
         Args:
-            rows: Models, `[k, P]`. Not used.
-            inputs: Samples, `[k, b, ...]`. Not used.
+            rows: Model, `[1, P]`. Not used.
+            inputs: Samples, `[1, b, ...]`. Not used.
         """
 
     def _changed(self, loss_fn: LossFn) -> LossFn:
