@@ -24,7 +24,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_support import CLIENTS, TASK, assert_same, jobs, run, set_up
+from engine_support import (
+    CLIENTS,
+    TASK,
+    assert_errors_name_clients,
+    assert_same,
+    jobs,
+    run,
+    set_up,
+)
 from every_method import EVERY_METHOD
 from fedloom.algorithm.records import Message, uniform
 from fedloom.algorithms.fedavg import FedAvg
@@ -238,6 +246,10 @@ def _seed_that_selects(client: int) -> int:
         if uniform(Round(1, 1, seed, CLIENTS, 1, 0.1, 0.1)) == (client,):
             return seed
     raise AssertionError("no seed selects the client")
+
+
+def test_errors_name_the_clients_and_the_round(engine: ProcessesEngine) -> None:
+    assert_errors_name_clients(engine)
 
 
 def test_a_wrong_setting_ends_the_round_and_leaves_the_engine_usable(

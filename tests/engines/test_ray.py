@@ -24,7 +24,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine_support import CLIENTS, TASK, assert_same, jobs, run, set_up
+from engine_support import (
+    CLIENTS,
+    TASK,
+    assert_errors_name_clients,
+    assert_same,
+    jobs,
+    run,
+    set_up,
+)
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
 from fedloom.common.errors import FedloomError, InvalidValue, MissingExtra
@@ -305,6 +313,10 @@ def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine:
     federation = run(Failing(), engine)
     assert {fault["client"] for fault in federation.history[0]["faults"]} == {0, 1, 2, 3}
     assert_same(federation, run(Failing(), RowsEngine(TASK)))
+
+
+def test_errors_name_the_clients_and_the_round(engine: RayEngine) -> None:
+    assert_errors_name_clients(engine)
 
 
 def test_a_wrong_setting_ends_the_round_and_leaves_the_engine_usable(engine: RayEngine) -> None:

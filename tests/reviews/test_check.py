@@ -184,7 +184,8 @@ def test_the_command_names_each_mistake_with_its_line(capsys: pytest.CaptureFixt
     assert "remembered by a client: 212 B" in text
     code, text = said_by(capsys, "check", "my_own:Forgetful")
     assert code == 1
-    assert text.startswith("my_own:Forgetful: 1 to fix\n  my_own.py:13: Forgetful.train of client ")
+    assert text.startswith("my_own:Forgetful: 1 to fix\n  my_own.py:13: round 1, client ")
+    assert ": Forgetful.train returned nothing" in text
     assert said_by(capsys, "check", "my_own:HalfStop") == (
         2,
         "fedloom: algorithm 'my_own:HalfStop': module 'my_own' has no 'HalfStop': did you mean "

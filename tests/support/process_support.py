@@ -114,6 +114,22 @@ class Misconfigured(FedAvg):
 
 
 @dataclass
+class Dividing(FedAvg):
+    """Every client divides by zero."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        return {"model": inbox["model"] / (1 // 0)}
+
+
+@dataclass
+class BadlyPersonal(FedAvg):
+    """Clients cannot create their own models."""
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        raise LookupError("no personal model")
+
+
+@dataclass
 class Peeking(FedAvg):
     """A client half that reads the server's state."""
 

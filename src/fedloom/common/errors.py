@@ -193,7 +193,7 @@ def first_line(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and text of a foreign error on one line.
+    """Return type, text and notes of a foreign error on one line.
 
     PyTorch's advice for a graph that was freed does not help here, so another text replaces it.
     """
@@ -202,7 +202,8 @@ def error_text(error: BaseException) -> str:
             "a loss or a client half stores a tensor with the graph of an earlier batch: "
             "store value.detach()"
         )
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    texts = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    return " ".join("; ".join(texts).split())
 
 
 def error_location(error: BaseException) -> str:

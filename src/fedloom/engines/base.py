@@ -143,11 +143,9 @@ def run_training(pipeline: Pipeline, cohort: Cohort, inbox: Message) -> Message:
             "change a clone() of it"
         )
     if fault:
-        clients = ", ".join(map(str, cohort.clients[:3]))
-        clients += ", ..." if len(cohort.clients) > 3 else ""
         kind = type(pipeline.algorithm)
         location = in_brackets(code_location(kind.train))
-        raise InvalidValue(f"{kind.__name__}.train of client {clients} {fault}{location}")
+        raise InvalidValue(f"{kind.__name__}.train {fault}{location}")
     return {name: rows.detach() for name, rows in message.items()}
 
 

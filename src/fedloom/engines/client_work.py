@@ -23,6 +23,7 @@ from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.parts.pipeline import Pipeline
+from fedloom.rounds.client_errors import clients_of, mark_clients
 from fedloom.rounds.engine import Answer, Fault, FoldedBlock, Job
 from fedloom.rounds.replies import RoundReplies, weights_of
 from fedloom.rounds.scoring import Tally
@@ -270,6 +271,7 @@ def _picklable(error: Exception) -> Exception:
             else RuntimeError(str(error))
         )
         mark_location(plain.with_traceback(error.__traceback__))
+        mark_clients(plain, clients_of(error))
         return plain.with_traceback(None)
     return error
 

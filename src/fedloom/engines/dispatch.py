@@ -465,8 +465,7 @@ class WorkerEngine(LocalEngine, FoldingEngine):
                 return None
             _, (job,) = group
             reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
-            error = FedloomError(f"client {job.client}: {reason}")
-            return WorkDone((Fault(job, reason, error),), ())
+            return WorkDone((Fault(job, reason, FedloomError(reason)),), ())
 
     def _collect(self, handle: WorkerHandle) -> WorkDone | Exception:
         """Receive a worker's answer. Remove the worker if it has died.

@@ -28,6 +28,7 @@ from fedloom.engines.proof import Proof, prove
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
 from fedloom.parts.pipeline import Pipeline
+from fedloom.rounds.client_errors import mark_clients, marking_clients
 from fedloom.rounds.engine import Answer, Fault, Job, slot_blocks
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.state.store import BUDGET, Memory
@@ -131,7 +132,8 @@ class RowsEngine(LocalEngine):
         """
         try:
             return self._answers(pipeline, round, expected, jobs)
-        except FedloomError:
+        except FedloomError as error:
+            mark_clients(error, [job.client for job in jobs])
             raise
         except Exception as error:
             if len(jobs) > 1:
@@ -194,7 +196,7 @@ class RowsEngine(LocalEngine):
         cohort = self.cohort(round, jobs)
         inbox = {name: rows.clone() for name, rows in joined_inbox(jobs).items()}
         load_integers(cohort, inbox, self.task.initial_integers)
-        with self._layer_stream(round, jobs):
+        with self._layer_stream(round, jobs), marking_clients(cohort.clients):
             rows = pipeline.personalise(cohort, inbox)
         integers = (
             cohort.flat_module.integers() if self.task.layout.integers else [None] * len(rows)

@@ -389,16 +389,18 @@ def _faults(runs: Sequence[RunSummary]) -> dict[str, Any]:
     """Return `lines` of method, reason, times, clients and rounds, the most frequent first, and the
     number of the `unlisted`.
     """
-    by_reason: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    by_reason: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for run in runs:
         for number, client, reason in faults(run):
-            by_reason.setdefault((run.algorithm, reason), []).append((number, client))
+            by_reason.setdefault((run.algorithm, reason), []).append(
+                (number, run.client_name(client))
+            )
     frequent = sorted(by_reason.items(), key=lambda item: -len(item[1]))
     lines = []
     for cause, cases in frequent[:FAULTS]:
         rounds, clients = zip(*cases, strict=True)
         names = [
-            f"{client} ({times}×)" if times > 1 else str(client)
+            f"{client} ({times}×)" if times > 1 else client
             for client, times in Counter(clients).most_common()
         ]
         span = " to ".join(map(str, sorted({min(rounds), max(rounds)})))

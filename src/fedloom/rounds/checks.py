@@ -11,6 +11,7 @@ from fedloom.algorithm.records import Exchange
 from fedloom.common.errors import Diverged, InvalidValue, RefusedReply, code_location, in_brackets
 from fedloom.common.round import Round
 from fedloom.parts.pipeline import Pipeline
+from fedloom.rounds.client_errors import ClientLabels, mark_clients
 from fedloom.rounds.engine import Fault
 from fedloom.task import Task
 
@@ -115,7 +116,9 @@ def _wrong_state(method: Method) -> str:
     return ""
 
 
-def require_converging(task: Task, round: Round, model: Tensor, loss: float | None) -> None:
+def require_converging(
+    task: Task, round: Round, model: Tensor, loss: float | None, suspect: str
+) -> None:
     """Raise an error if the global model has diverged.
 
     Args:
@@ -123,17 +126,18 @@ def require_converging(task: Task, round: Round, model: Tensor, loss: float | No
         round: The finished round.
         model: Global model after the round, `[P]`.
         loss: Loss of the model, if the round measured it.
+        suspect: Client that may be the cause, as the end of a sentence, or "".
 
     Raises:
         Diverged: If the model is not finite, or its loss exceeds `DIVERGED` times the loss of
             guessing.
     """
     if not bool(torch.isfinite(model).all()):
-        raise diverged(round, "the global model has infinite or NaN values")
+        raise diverged(round, f"the global model has infinite or NaN values{suspect}")
     guess = task.objective.guess(task.dataset.spec.outputs)
     if loss is not None and not loss < DIVERGED * guess:
         beyond = f", over {DIVERGED} times the loss of guessing" if math.isfinite(loss) else ""
-        raise diverged(round, f"the global model's loss is {loss:.3g}{beyond}")
+        raise diverged(round, f"the global model's loss is {loss:.3g}{beyond}{suspect}")
 
 
 def diverged(round: Round, reason: str) -> Diverged:
@@ -152,13 +156,16 @@ def diverged(round: Round, reason: str) -> Diverged:
     return Diverged(f"round {round.number}: training diverged ({rate}): {reason}; {model}")
 
 
-def raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:
+def raise_unless_absent(
+    algorithm: Algorithm, round: Round, faults: list[Fault], labels: ClientLabels
+) -> None:
     """Raise the error of a round without replies, unless the clients were only absent.
 
     Args:
         algorithm: The algorithm of the round.
         round: The round.
         faults: Faults of all its clients.
+        labels: Names of the clients.
 
     Raises:
         Diverged: If the training of all clients diverged.
@@ -166,13 +173,15 @@ def raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault])
         Exception: The error of a client.
     """
     if faults and all(fault.diverged for fault in faults):
-        raise diverged(round, "all clients' models have infinite or NaN values")
+        clients = labels.of([fault.job.client for fault in faults])
+        raise diverged(round, f"no reply is finite, {clients}")
     for fault in faults:
         if isinstance(fault.error, RefusedReply):
             kind = type(algorithm)
             location = in_brackets(code_location(kind.train))
-            reason = f"client {fault.job.client}: {fault.reason}{location}"
+            reason = f"{labels.of([fault.job.client])}: {fault.reason}{location}"
             text = f"round {round.number}: no reply to {kind.__name__} is valid; {reason}"
             raise RefusedReply(text) from fault.error
         if fault.error is not None:
+            mark_clients(fault.error, [fault.job.client])
             raise fault.error

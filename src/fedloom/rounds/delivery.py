@@ -13,6 +13,7 @@ from fedloom.common.round import Round
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.poll import poll_pipeline
 from fedloom.rounds.checks import raise_unless_absent
+from fedloom.rounds.client_errors import ClientLabels
 from fedloom.rounds.engine import (
     Answer,
     Engine,
@@ -115,6 +116,7 @@ class Messenger:
         self.numbers = numbers
         self.awaited = awaited
         self.pools = pools
+        self.labels = ClientLabels(task, numbers)
 
     def poll(self, pipeline: Pipeline, round: Round) -> Polled:
         """Poll clients before the selection, if a part of the pipeline needs it.
@@ -241,7 +243,7 @@ class Messenger:
         else:
             answers.collect(self.engine.train(pipeline, round, delivery.jobs))
         if not answers.arrived:
-            raise_unless_absent(pipeline.algorithm, round, answers.faults)
+            raise_unless_absent(pipeline.algorithm, round, answers.faults, self.labels)
         delivery.faults += answers.faults
         return answers
 

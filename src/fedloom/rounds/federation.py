@@ -133,12 +133,12 @@ class Federation:
         """Warnings for the user, one line each.
 
         They concern the data, layers that are never trained, damaged checkpoints, the engine,
-        diverging models of a pool, and the reason of an early end.
+        clients that failed, diverging models of a pool, and the reason of an early end.
         """
         notices = [*self.task.notices, *self._untrained]
         if self.checkpoints is not None:
             notices += self.checkpoints.notices
-        notices += self.engine.notices
+        notices += [*self.engine.notices, *self._rounds.notices.values()]
         if self.finished and self.pipeline.spent:
             notices.append(f"the privacy budget is spent: the run ends after round {self.finished}")
         return [*notices, *self.evaluation.notices]

@@ -14,6 +14,7 @@ from fedloom.parts.course import Course
 from fedloom.parts.pipeline import Pipeline
 from fedloom.rounds.archive import Archive
 from fedloom.rounds.checks import checked_model, require_converging, require_message
+from fedloom.rounds.client_errors import MOST_NOTICES, fault_notices, naming_clients
 from fedloom.rounds.delivery import Delivery, Messenger
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.evaluation import Evaluation, Record
@@ -36,6 +37,7 @@ class RoundRunner:
 
     Attributes:
         integers: The server's integer buffers, `[Z]`.
+        notices: Notices about clients that failed, by reason.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class RoundRunner:
         self._schedule = schedule
         self._archive = archive
         self.integers = self._task.initial_integers.clone()
+        self.notices: dict[str, str] = {}
         self._messenger = Messenger(
             self._task,
             self._engine,
@@ -91,7 +94,15 @@ class RoundRunner:
         Returns:
             The lines of the files with figures, times, figures of clients and metrics of their
             training.
+
+        Raises:
+            Exception: As the method, the model, the loss or the engine. The text of an error in a
+                client's work has the round and the names of the clients.
         """
+        with naming_clients(round, self._messenger.labels):
+            return self._run(round, now)
+
+    def _run(self, round: Round, now: float) -> Lines:
         times = {"began": time.perf_counter()}
         observed = bool(self._archive.observers)
         pipeline = self.course.at(round.number)
@@ -107,6 +118,7 @@ class RoundRunner:
             under_way = self._engine.under_way
         answers = self._messenger.deliver(pipeline, delivery, observed)
         times["trained"] = time.perf_counter()
+        self._notice_faults(round, answers)
         outcome = self._outcome(delivery, answers)
         times["observed"] = time.perf_counter()
         model = self._close(pipeline, delivery, answers, outcome)
@@ -115,9 +127,17 @@ class RoundRunner:
         record = round_record(
             delivery, answers, polled, reported, self.evaluation.numbers, under_way
         )
-        clients = self._evaluate(delivery.exchange.round, record, model)
+        clients = self._evaluate(delivery.exchange.round, record, model, answers)
         metrics = metrics_by_client(round.number, answers, self.evaluation.numbers)
         return record, timing(round.number, times, observed), clients, metrics
+
+    def _notice_faults(self, round: Round, answers: RoundReplies) -> None:
+        """Add notices about clients that failed. The log of real sites names their faults."""
+        if isinstance(self._engine, RemoteClients):
+            return
+        for reason, text in fault_notices(round, answers.faults, self._messenger.labels).items():
+            if len(self.notices) < MOST_NOTICES:
+                self.notices.setdefault(reason, text)
 
     def _outcome(self, delivery: Delivery, answers: RoundReplies) -> Replies | Aggregate | None:
         """Return the replies after the observers have read them, or the aggregate if folded."""
@@ -154,13 +174,16 @@ class RoundRunner:
         upcoming = self.course.at(exchange.round.number + 1)
         return checked_model(upcoming, self.course.method, self._task.initial)
 
-    def _evaluate(self, round: Round, record: Record, model: Tensor) -> Record | None:
+    def _evaluate(
+        self, round: Round, record: Record, model: Tensor, answers: RoundReplies
+    ) -> Record | None:
         """Evaluate the models and add their figures to `record`. Return the figures by client."""
         upcoming = self.course.at(round.number + 1)
         figures, clients = self.evaluation.measure(
             upcoming, round, model, self.integers, upcoming.spent
         )
-        require_converging(self._task, round, model, figures.get("loss"))
+        suspect = self._messenger.labels.highest_loss(answers)
+        require_converging(self._task, round, model, figures.get("loss"), suspect)
         record |= figures
         for name, value in record.items():
             record[name] = finite(value)
