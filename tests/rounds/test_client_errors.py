@@ -67,7 +67,7 @@ def test_an_error_of_the_model_names_its_client() -> None:
     task = replace(named_task(), model=Particular())
     task = replace(task, train=replace(task.train, inputs=inputs))
     (notice,) = (text for text in run(fl.FedAvg(), RowsEngine(task), task=task).notices)
-    assert notice.startswith("round 1 goes on without a reply of client 'Faro': ValueError: an ")
+    assert notice.startswith("round 1 continues without a reply of client 'Faro': ValueError: an ")
     assert "\n" not in notice
 
 

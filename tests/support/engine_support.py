@@ -48,7 +48,7 @@ def assert_errors_name_clients(engine: Engine) -> None:
         ("Cork", "'model' is not finite"),
         ("Delft", "'model' has shape"),
     ):
-        start = f"round 1 goes on without a reply of client '{name}': "
+        start = f"round 1 continues without a reply of client '{name}': "
         found = [text for text in notices if text.startswith(start)]
         assert len(found) == 1, notices
         assert re.search(reason, found[0])

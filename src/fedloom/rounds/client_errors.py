@@ -122,5 +122,5 @@ def fault_notices(round: Round, faults: Sequence[Fault], labels: ClientLabels) -
         error = alike[0].error
         text = shortened(" ".join(reason.split()))
         text = text if error is None else located(error, text)
-        notices[reason] = f"round {round.number} goes on without a reply of {clients}: {text}"
+        notices[reason] = f"round {round.number} continues without a reply of {clients}: {text}"
     return notices
