@@ -96,6 +96,7 @@ from .parts.longest_idle import LongestIdle as LongestIdle
 from .parts.lowrank import LowRank as LowRank
 from .parts.mifa import MIFA as MIFA
 from .parts.norm_bound import NormBound as NormBound
+from .parts.partial_work import PartialWork as PartialWork
 from .parts.power_of_choice import PowerOfChoice as PowerOfChoice
 from .parts.private import Private as Private
 from .parts.quantised import Quantised as Quantised

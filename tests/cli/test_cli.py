@@ -376,6 +376,7 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
         "longest_idle",
         "lowrank",
         "norm_bound",
+        "partial_work",
         "power_of_choice",
         "private",
         "quantised",

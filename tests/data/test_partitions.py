@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lognormal": {},
     "pathological": {},
     "label_quantity": {},
+    "power_law": {},
     "shards": {},
     "natural": {},
     "quantity": {},
@@ -62,7 +63,9 @@ def test_a_partition_is_a_pure_function_of_the_seed(name: str) -> None:
 
 @PROPERTIES
 @given(
-    name=st.sampled_from(sorted(set(OPTIONS) - {"natural", "pathological", "label_quantity"})),
+    name=st.sampled_from(
+        sorted(set(OPTIONS) - {"natural", "pathological", "label_quantity", "power_law"})
+    ),
     clients=st.integers(1, 12),
     samples=st.integers(150, 300),
     classes=st.integers(1, 7),
@@ -125,6 +128,9 @@ def test_too_few_samples_or_clients_are_refused_in_one_line(name: str) -> None:
             "classes_per_client must be at most 5.*not 6",
         ),
         ("pathological", {"least": 0}, "least must be at least 1"),
+        ("power_law", {"classes_per_client": 6}, "classes_per_client must be at most 5.*not 6"),
+        ("power_law", {"least": 41}, "least must be at most .* share a class with .* not 41"),
+        ("power_law", {"sigma": -1.0}, "sigma must be between 0 and 100, not -1"),
         ("quantity", {"alpha": 0.0}, "alpha must be between 1e-09"),
         ("exponential", {"rate": -1.0}, "rate must be between 0 and 100"),
         ("polynomial", {"degree": math.nan}, "degree must be between 0 and 100"),

@@ -260,6 +260,33 @@ def test_label_quantity_gives_every_client_its_number_of_classes_in_equal_parts(
     assert len(set(partition.indices.tolist())) == len(partition.indices)
 
 
+@pytest.mark.parametrize(
+    ("classes", "per_client", "clients"), [(10, 2, 40), (10, 3, 40), (5, 1, 25), (6, 6, 8)]
+)
+def test_power_law_gives_consecutive_classes_with_unequal_sizes(
+    classes: int, per_client: int, clients: int
+) -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes), 400))
+    partition = make(
+        "power_law", labels, clients, 3, classes_per_client=per_client, least=4, sigma=2.0
+    )
+    assert_each_sample_once(partition, len(labels))
+    table = np.array(histogram_by_loops(partition, labels, classes))
+    for client, row in enumerate(table):
+        expected = {(client + k) % classes for k in range(per_client)}
+        assert set(np.flatnonzero(row).tolist()) == expected
+    assert table[table > 0].min() >= 4
+    assert table.max() > 5 * np.median(table[table > 0])
+
+
+def test_power_law_without_deviation_is_balanced() -> None:
+    labels = np.repeat(np.arange(5), 103)
+    partition = make("power_law", labels, 10, 3, classes_per_client=2, least=5, sigma=0.0)
+    table = np.array(histogram_by_loops(partition, labels, 5))
+    for column in table.T:  # four clients share 103 samples; one of them gets the three left over
+        assert sorted(column[column > 0].tolist()) == [25, 25, 25, 28]
+
+
 def naive_pathological(
     sizes: list[int], clients: int, k: int, least: float, rng: np.random.Generator
 ) -> list[list[int]]:

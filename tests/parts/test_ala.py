@@ -254,6 +254,7 @@ def test_every_method_uses_the_start_of_a_wrapper_or_is_refused(name: str) -> No
         "gossip": "gossip(fedavg)",
         "norm_bound": "norm_bound(fedavg, radius=0.1)",
         "sign_flip": "sign_flip(fedavg)",
+        "partial_work": "partial_work(fedavg)",
         "ca2fl": "ca2fl(k=2)",
         "cluster_fedvarp": "cluster_fedvarp(clusters=2)",
         "ema": "ema(fedavg)",

@@ -295,6 +295,7 @@ GLOBAL = {
     "ca2fl(k=2)", "cluster_fedvarp(clusters=2)", "ema(fedavg)", "fedacg", "fedadagrad", "fedcm", "fedgloss", "fedgmt",
     "fedinit", "fedlaavg", "fedlesam", "fedmuon", "fedsmoo", "fedspeed", "fedstale", "fedswa", "fedvarp",
     "fisher_merge(fedmr)", "last(fedprox, n=2)", "longest_idle(fedprox)", "mifa", "mofedsam",
+    "partial_work(fednova, stragglers=0.6)",
     "sparse(fedavg, share=0.3)", "stages(fedavg:1, fedmr)", "stages(ditto:1, fedmr)", "umf(feddc)",
 }  # fmt: skip
 """Methods whose clients all use the global model."""

@@ -54,6 +54,7 @@ PLACES = {
         "fedlc": "fedlc({})",
         "feddecorr": "feddecorr({})",
         "dp_sgd": "dp_sgd({}, noise=0.3)",
+        "partial_work": "partial_work({})",
         "fedmr, local": "fedmr(local={})",
     },
     "attacks": {"sign_flip": "sign_flip({}, share=0.3)"},

@@ -1912,7 +1912,7 @@ KINDS: dict[str, Callable[[Method, Setting], Definition]] = {
     "fedlesam": Extrapolated, "fedmuon": FedMuon, "fedadagrad": ServerOptimizer,
     "fedvarp": StaleStep, "mifa": StaleStep, "fedstale": StaleStep, "cluster_fedvarp": ClusterFedVARP,
     "ca2fl": Buffered, "longest_idle": Wrapped, "fedlaavg": Wrapped, "ema": ServerAverage, "last": ServerAverage,
-    "fisher_merge": FisherMerge,
+    "fisher_merge": FisherMerge, "partial_work": Wrapped,
 }  # fmt: skip
 PERSONAL = {
     "fedper", "fedrep", "lg_fedavg", "fedbn", "silobn", "ditto", "pfedme", "fedphp", "per_fedavg", "fedavg_c", "fedprox_c",

@@ -46,6 +46,7 @@ HOOKS_OF: dict[str, set[str]] = {
     "fedlc(fedavg)": {"train"},
     "feddecorr(fedavg)": {"train"},
     "dp_sgd(fedavg, noise=1.0)": {"train", *ACCOUNTS},
+    "partial_work(fedavg)": {"train"},
     "sign_flip(fedavg)": {"corrupt"},
     "local_private(fedavg, noise=1.0)": {"encode", *ACCOUNTS},
     "quantised(fedavg)": CODING,

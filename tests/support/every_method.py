@@ -41,6 +41,7 @@ WRAPPERS = {
     "ema": "ema(fedavg)",
     "fisher_merge": "fisher_merge(fedmr)",
     "last": "last(fedprox, n=2)",
+    "partial_work": "partial_work(fednova, stragglers=0.6)",
     # so that it splits in a short test
     "cfl": "cfl(mean_norm=1000.0, client_norm=0.0, first_round=0)",
 }

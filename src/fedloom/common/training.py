@@ -81,13 +81,14 @@ class Passes:
         return torch.where(size < self.smallest, 0, steps)
 
     def orders(
-        self, samples: int, generator: torch.Generator | None
+        self, samples: int, generator: torch.Generator | None, share: float = 1.0
     ) -> Iterator[tuple[Tensor, list[int]]]:
         """Yield the order of the samples and the sizes of the batches of each epoch.
 
         Args:
             samples: Number of samples.
             generator: Shuffles each epoch anew; None leaves the samples in order.
+            share: Share of the steps after which the training ends.
 
         Yields:
             Indices of samples, and the sizes of the batches into which they are cut.
@@ -100,7 +101,8 @@ class Passes:
         if short >= max(self.smallest, 1) and not self.drop_last:
             sizes.append(short)
         sizes = [size for size in sizes if size >= self.smallest]
-        remaining = self.epochs * len(sizes) if self.steps is None else self.steps
+        steps = self.epochs * len(sizes) if self.steps is None else self.steps
+        remaining = completed(steps, share)
         while remaining > 0 and sizes:
             order = (
                 torch.arange(samples)
@@ -110,6 +112,11 @@ class Passes:
             batches = sizes[:remaining]
             yield order[: sum(batches)], batches
             remaining -= len(batches)
+
+
+def completed(steps: int, share: float) -> int:
+    """Return a share of a number of steps, as a whole number and at least 1 of them."""
+    return max(min(steps, 1), round(share * steps))
 
 
 @dataclass(frozen=True, repr=False)

@@ -65,6 +65,7 @@ class Cohort:
         sizes: Numbers of training samples, `[k]`.
         uploads: True for clients that upload, `[k]`.
         metrics: Figures for the records by name, `[k]`. `fit` adds `training_loss`.
+        work: Share of the steps of a local training that each client completes, `[k]`.
         flat_module: The architecture with rows as weights.
     """
 
@@ -90,6 +91,7 @@ class Cohort:
             [True] * len(self.clients) if uploads is None else list(uploads)
         )
         self.metrics: dict[str, Tensor] = {}
+        self.work = torch.ones(len(self.clients), dtype=torch.float64)
         self._initial: Tensor | None = None
         self._dataset = dataset
         self._samples = samples
@@ -128,6 +130,7 @@ class Cohort:
         shared = self._dataset, self.flat_module, self.training, self.round, self.memory
         cohort = Cohort(self.clients, samples, *shared, self.uploads.tolist())
         cohort.metrics = self.metrics
+        cohort.work = self.work
         cohort._initial = self._initial
         return cohort
 
@@ -144,6 +147,18 @@ class Cohort:
         """
         changed = copy.copy(self)
         changed.flat_module = cast(FlatModule, ChangedLoss(self.flat_module, change, context))
+        return changed
+
+    def with_work(self, shares: Tensor) -> "Cohort":
+        """Return the same clients, each of which ends a local training after a share of its steps.
+
+        Passes over all samples in stored order are not shortened.
+
+        Args:
+            shares: Share of the steps of each client, at least one step, `[k]`.
+        """
+        changed = copy.copy(self)
+        changed.work = shares
         return changed
 
     @property
@@ -302,14 +317,13 @@ class Cohort:
         use `Batch.share`. Without `shuffle`, samples stay in stored order.
         """
         trains = [True] * len(self.clients) if active is None else active.tolist()
-        orders = [
-            passes.orders(len(samples), self.round.stream(purpose, client) if shuffle else None)
-            if client_trains
-            else iter(())
-            for client_trains, client, samples in zip(
-                trains, self.clients, self._samples, strict=True
+        orders = []
+        for k, client in enumerate(self.clients):
+            generator = self.round.stream(purpose, client) if shuffle else None
+            share = float(self.work[k]) if shuffle else 1.0
+            orders.append(
+                passes.orders(len(self._samples[k]), generator, share) if trains[k] else iter(())
             )
-        ]
         augmented = self.training.augmentation == "flip_crop"
         noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)
         return lock_steps(self._loaders, orders, noises, in_step=in_step, pad=pad)

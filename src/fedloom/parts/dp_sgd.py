@@ -7,7 +7,7 @@ from torch import Tensor
 from fedloom.algorithm.method import Facts, algorithms
 from fedloom.algorithm.records import Message, Plan, Selection
 from fedloom.common.errors import InvalidValue
-from fedloom.common.training import Passes
+from fedloom.common.training import Passes, completed
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.batches import LockStep, lock_steps
 from fedloom.local.cohort import Cohort, Context, GradientFn, Trained
@@ -194,7 +194,8 @@ class PrivateCohort(Cohort):
             uniforms = torch.from_numpy(secret_uniforms(self.count)) if self.remote else plain
             return (uniforms < share).nonzero()[:, 0]
 
-        batches = (drawn() for _ in range(int(self.training.local_steps(self.sizes))))
+        steps = completed(int(self.training.local_steps(self.sizes)), float(self.work))
+        batches = (drawn() for _ in range(steps))
         orders = ((batch, [len(batch)]) for batch in batches)
         augmented = self.training.augmentation == "flip_crop"
         noise = self.stream("dp_sgd augmentation")[0] if augmented else None

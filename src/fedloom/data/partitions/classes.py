@@ -13,6 +13,9 @@ from fedloom.data.partition import Indices, Partition
 Concentration = Annotated[float, Field(ge=1e-9, le=1e9)]
 """A Dirichlet distribution's alpha, in the range that double precision can draw with."""
 
+Exponent = Annotated[float, Field(ge=0, le=100)]
+"""Strength of a skew: the deviation of a logarithm, or the exponent of a power."""
+
 
 def partition_stream(
     labels: Indices, clients: int, seed: int, *, minimum: int = 1

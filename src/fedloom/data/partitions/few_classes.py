@@ -10,7 +10,13 @@ import numpy.typing as npt
 from fedloom.common.errors import InvalidValue
 from fedloom.common.fields import Count
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import class_sizes, cut_classes, equal_sizes, partition_stream
+from fedloom.data.partitions.classes import (
+    Exponent,
+    class_sizes,
+    cut_classes,
+    equal_sizes,
+    partition_stream,
+)
 
 
 @partitions.register("pathological")
@@ -95,6 +101,56 @@ def label_quantity(
         )
         holders[client, [assigned, *drawn]] = True
     return _shared(labels, holders, equal_sizes, rng)
+
+
+@partitions.register("power_law")
+def power_law(
+    labels: Indices,
+    clients: int,
+    seed: int,
+    groups: Indices | None,
+    *,
+    classes_per_client: Count = 2,
+    least: Count = 5,
+    sigma: Exponent = 2.0,
+) -> Partition:
+    """Sizes by a power law and a few consecutive classes a client.
+
+    Client i holds the classes i, ..., i + k - 1 modulo the number of classes (k =
+    `classes_per_client`). Each of the m clients of a class with n_c samples gets `least` of them,
+    and the rest n_c - m `least` is divided in proportion to draws of LogNormal(0, sigma), rounded
+    down. One random client of the class gets the samples that remain.
+
+    Args:
+        classes_per_client: k.
+        least: Least number of samples of a class at each of its clients.
+        sigma: The deviation of the logarithm, in [0, 100]; 0 is balanced.
+
+    Raises:
+        InvalidValue: For more classes a client than occur, or a class with fewer samples than its
+            clients need.
+
+    Source: Li et al. 2020 (FedProx), section 5.1 (MNIST), and Flower's DistributionPartitioner.
+    """
+    rng, classes = _start(labels, clients, seed, classes_per_client)
+    held = (np.arange(clients)[:, None] + np.arange(classes_per_client)) % classes
+    holders = np.zeros((clients, classes), dtype=bool)
+    np.put_along_axis(holders, held, True, axis=1)
+
+    def divide(size: int, members: int) -> Indices:
+        rest = size - members * least
+        if rest < 0:
+            raise InvalidValue(
+                f"least must be at most {size // members}, since {members} clients share a class "
+                f"with {size} samples, not {least}"
+            )
+        exponents = sigma * rng.standard_normal(members)
+        weights = np.exp(exponents - exponents.max())
+        sizes = least + np.floor(rest * weights / weights.sum()).astype(np.int64)
+        sizes[rng.integers(members)] += size - sizes.sum()
+        return sizes
+
+    return _shared(labels, holders, divide, rng)
 
 
 def _start(

@@ -1,15 +1,10 @@
 """Quantity skew: clients of different sizes with one distribution of labels."""
 
-from typing import Annotated
-
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import Concentration, partition_stream
-
-Exponent = Annotated[float, Field(ge=0, le=100)]
+from fedloom.data.partitions.classes import Concentration, Exponent, partition_stream
 
 
 @partitions.register("lognormal")
