@@ -66,6 +66,7 @@ def test_every_printed_number_has_a_cell() -> None:
         *(("mcmahan", k) for k in ("1-2NN", "1-CNN", "2")),
         ("niid-bench", "MNIST"),
         ("niid-bench", "CIFAR-10"),
+        ("fedbench", "MNIST"),
     ]
     for version, table in tables:
         numbers = printed(version, table)

@@ -172,6 +172,7 @@ def _is(number: Mapping[str, Any], column: str) -> bool:
         ("mcmahan.table-1-2nn", "FedAvg", "2NN non-IID C=0 E=1 B=inf", "4278"),
         ("mcmahan.table-2", "FedSGD", "CNN IID C=0.1 E=1 B=inf", "626"),
         ("niid-bench.table-mnist", "SCAFFOLD", "MNIST 2 labels", "96.92 ± 0.52"),
+        ("fedbench.table-mnist", "FedAdagrad", "2 labels", "95.92 ± 0.37"),
     ],
 )
 def test_cells_of_baseline_papers_run(
@@ -209,7 +210,14 @@ def test_an_estimate_alone_runs_nothing(reproduce: Say, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "runs"),
-    [("fedmr", 4), ("fedumf", 36), ("fedala", 4), ("mcmahan", 12), ("niid-bench", 4)],
+    [
+        ("fedmr", 4),
+        ("fedumf", 36),
+        ("fedala", 4),
+        ("mcmahan", 12),
+        ("niid-bench", 4),
+        ("fedbench", 8),
+    ],
 )
 def test_each_paper_has_a_selection_that_takes_an_hour(
     name: str, runs: int, reproduce: Say, tmp_path: Path

@@ -6,6 +6,7 @@ from fedloom.common.errors import InvalidValue, UnknownName, suggestion
 from fedloom.reviews.papers.paper import Paper
 from fedloom.reviews.papers.protocols import Exhibit
 from fedloom.reviews.papers.published.fedala_paper import FEDALA
+from fedloom.reviews.papers.published.fedbench_paper import FEDBENCH
 from fedloom.reviews.papers.published.fedmr_paper import FEDMR
 from fedloom.reviews.papers.published.fedumf_paper import FEDUMF
 from fedloom.reviews.papers.published.mcmahan_paper import MCMAHAN
@@ -17,6 +18,7 @@ PAPERS = {
     "fedala": FEDALA,
     "mcmahan": MCMAHAN,
     "niid-bench": NIID_BENCH,
+    "fedbench": FEDBENCH,
 }
 
 
