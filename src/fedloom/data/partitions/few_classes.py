@@ -146,7 +146,8 @@ def power_law(
             )
         exponents = sigma * rng.standard_normal(members)
         weights = np.exp(exponents - exponents.max())
-        sizes = least + np.floor(rest * weights / weights.sum()).astype(np.int64)
+        shares: Indices = np.floor(rest * weights / weights.sum()).astype(np.int64)
+        sizes = least + shares
         sizes[rng.integers(members)] += size - sizes.sum()
         return sizes
 

@@ -8,7 +8,7 @@ Flower's defaults.
 
 In the public code (fedbench 0.1.3) a client's control variate of SCAFFOLD is c_i - c + (w_i - w_t)
 / (K eta), with the opposite sign of the displacement, and each round begins with zero variates of
-the clients. This explains 62 % where NIID-Bench prints 99 %.
+the clients. This is a likely reason for 62 % where NIID-Bench prints 99 %.
 """
 
 from fedloom.reviews.papers.paper import ExhibitTemplate, Hour, Paper
