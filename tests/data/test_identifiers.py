@@ -13,6 +13,7 @@ import torch
 
 import fedloom as fl
 from fedloom.common.errors import DataError, InvalidValue
+from fedloom.survey.table_draft import draft_configuration
 
 ROWS = 90
 RARE = ("Xanadu", "Zyzzyx", "Quuxham")
@@ -58,6 +59,59 @@ def test_identifiers_and_dates_are_refused_with_the_setting_to_add(tmp_path: Pat
         (f"{file}, exclude=['patient_id'], dates='ordinal')", {}),
     ):
         assert task(data, **options).dataset.spec.shape == (5,)  # age, Leeds, York, other, admitted
+
+
+NUMBERS = 104_729 * (np.arange(ROWS) + 3) % 1_000_003
+"""A different whole number for each row, far apart and in no order."""
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "is_named"),
+    [
+        ("patient_id", NUMBERS, True),
+        ("PatientID", NUMBERS, True),
+        ("patient number", NUMBERS, True),
+        ("MRN", np.where(np.arange(ROWS) == 4, np.nan, NUMBERS), True),
+        ("id", 2**62 + NUMBERS, True),
+        ("Unnamed: 0", np.arange(ROWS), True),
+        ("position", 500 - np.arange(ROWS), True),
+        ("income", NUMBERS, False),
+        ("idle", NUMBERS, False),
+        ("number_of_cells", NUMBERS, False),
+        ("patient_id", NUMBERS + 0.5, False),
+        ("visits_no", np.arange(ROWS) % 80, False),
+    ],
+)
+def test_numbers_of_rows_or_persons_are_named_with_the_setting_to_add(
+    name: str, cells: Any, is_named: bool, tmp_path: Path
+) -> None:
+    frame = patients()[["age", "hospital", "outcome"]].assign(**{name: cells})
+    path = tmp_path / "rows.csv"
+    frame.to_csv(path, index=False)
+    file = f"table(path='{path}', target=outcome, group=hospital, missing=mean)"
+    found = [
+        [text for text in task(data, **options).notices if "another whole number" in text]
+        for data, options in ((frame.fillna(7), {}), (file, {}))
+    ]
+    assert [len(notices) for notices in found] == [is_named] * 2
+    if is_named:
+        assert f"column {name!r} has another whole number in each row" in found[0][0]
+        assert f'add exclude=["{name}"] unless' in found[0][0]
+        assert f"add exclude=['{name}'] unless" in found[1][0]
+        assert "\n" not in found[0][0]
+        kept = task(frame.fillna(7), exclude=[name])
+        assert not any("another whole number" in text for text in kept.notices)
+    assert (f"exclude=[{name}]" in draft_configuration(str(path), "rows").replace("'", "")) == (
+        is_named
+    )
+
+
+def test_several_numbers_are_left_out_together() -> None:
+    frame = patients().drop(columns=["patient_id", "admitted"])
+    given = task(frame.assign(row=range(ROWS), mrn=NUMBERS), exclude=["city"])
+    (notice,) = (text for text in given.notices if "whole number" in text)
+    assert "columns 'row', 'mrn' have another whole number in each row" in notice
+    assert 'add exclude=["city", "row", "mrn"] unless' in notice
 
 
 def test_columns_that_are_named_as_categories_are_learned_from() -> None:

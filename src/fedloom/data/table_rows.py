@@ -24,7 +24,7 @@ from fedloom.data.formats.arrow_columns import (
 )
 from fedloom.data.formats.limits import naming, reading
 from fedloom.data.formats.words import tokens, vocabulary
-from fedloom.data.identifiers import require_features
+from fedloom.data.identifiers import require_features, row_number_notices
 from fedloom.data.preprocessing import Inputs, LabelType, Preprocessing, TextInputs, label_type
 from fedloom.data.sets.normalisation import image_dataset
 from fedloom.objectives import Objective
@@ -140,6 +140,7 @@ def _encoded(
         require_features(table, columns, training.numpy())
         encoding = TableInputs.of(table, columns, training.numpy())
         doubts = doubtful_columns(table, columns, training.numpy())
+        doubts += row_number_notices(table, columns, training.numpy())
     # Notices of categories without an input name rare values; `doubts` count them.
     inputs, _ = encoding.encode(table)
     return encoding, inputs, doubts

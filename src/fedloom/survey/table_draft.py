@@ -14,7 +14,7 @@ from fedloom.data.columns import CLIENT, SMALLEST
 from fedloom.data.formats.arrow_columns import categories, holds_dates, is_text
 from fedloom.data.formats.csv_files import CsvOptions
 from fedloom.data.formats.table_files import read_tables
-from fedloom.data.identifiers import identifies_rows
+from fedloom.data.identifiers import identifies_rows, numbers_rows
 
 TARGETS = (
     "label", "target", "class", "y", "outcome", "diagnosis", "result", "response", "status",
@@ -134,18 +134,13 @@ def _owns(cells: Any) -> bool:
 
 def _reason(name: str, cells: Any) -> str:
     """Return why a column should not be learned from; "" for no reason."""
-    import pyarrow as pa
-
     if cells.null_count == len(cells):
         return "is empty"
     if holds_dates(cells):
         return ""
     if is_text(cells.type):
         return "has nearly as many values as rows" if identifies_rows(cells) else ""
-    numbered = pa.types.is_integer(cells.type) and len(cells.unique()) == len(cells) > _MOST_CLASSES
-    if numbered and {*_words(name)} & {"id", "no", "nr", "number", "key", "index", "row", "mrn"}:
-        return "numbers the rows"
-    return ""
+    return "numbers the rows" if numbers_rows(name, cells) else ""
 
 
 def _add_classes(draft: TableDraft, cells: Any) -> None:
