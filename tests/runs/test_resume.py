@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.runs.directory import locked
-from forking_cli import Server, main, serving
+from forking_cli import OPERATIONS, Server, main, serving
 
 if not hasattr(os, "fork"):
     pytest.skip("processes are forked to start them quickly", allow_module_level=True)
@@ -118,6 +118,44 @@ def test_a_run_killed_in_the_middle_of_writes_ends_with_the_same_files(
     code, output = server.run("run", "job.toml", "--quiet")
     assert code == 0, output
     assert_same(server.folder, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [("fedavg", 1 << 30), ("fedmr", 1000)],  # the second one saves a checkpoint in every round
+)
+def test_a_run_killed_at_its_saved_models_ends_with_the_same_models(
+    method: str, budget: int, process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Kill runs in the write and in the rename of a model that `keep_models` saves."""
+    job = JOB.replace('"stages(scaffold:9, fedmr)"', f'"{method}"').replace("24", "5")
+    job = f"keep_models = 2\npool_budget = {budget}\n{job}"
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "kept.toml").write_text(job)
+    code, output = Server(process, whole).run("run", "kept.toml", "--quiet", die_at=-1)
+    assert code == 0, output
+    expected = saved_models(whole)
+    assert list(expected) == ["round-0000002.safetensors", "round-0000004.safetensors"]
+    operations = (whole / OPERATIONS).read_text().splitlines()
+    places = [k for k, name in enumerate(operations, start=1) if "round-0000004" in name]
+    assert len(places) >= 2
+    for place in places:
+        server = Server(process, tmp_path / str(place))
+        server.folder.mkdir()
+        (server.folder / "kept.toml").write_text(job)
+        code, output = server.run("run", "kept.toml", "--quiet", die_at=place)
+        assert code == -signal.SIGKILL, output
+        assert saved_models(server.folder) != expected
+        code, output = server.run("run", "kept.toml", "--quiet")
+        assert code == 0, output
+        assert saved_models(server.folder) == expected
+
+
+def saved_models(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files with models. Unfinished files have no content here."""
+    found = sorted(folder.glob("runs/kept/*/*/models/*"))
+    return {path.name: path.read_bytes() if path.is_file() else b"" for path in found}
 
 
 def test_a_run_killed_while_it_is_lengthened_ends_as_a_long_one(

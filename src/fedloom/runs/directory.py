@@ -174,7 +174,8 @@ class RunDirectory:
         """
         if fresh:
             self.clear()
-        remove_unfinished(self.path)
+        for folder in (self.path, self.path / "models"):
+            remove_unfinished(folder)
         self.require(configuration, method)
         self.require_intact()
         if self.ended(configuration):

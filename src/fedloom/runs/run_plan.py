@@ -96,6 +96,9 @@ class RunPlan:
             self.watch(Event("started", self.name, finished, text=reason))
             path = None if directory is None else directory.path
             with Tracking(() if over else self.trackers, path, self._notify) as tracking:
+                if finished and not over:
+                    # The run may have ended between the checkpoint of a round and its model.
+                    self._keep(result, finished)
                 self._run_rounds(result, tracking)
                 if directory is not None and not over:
                     write_end(result, directory, self._model_text(task))
