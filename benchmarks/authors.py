@@ -32,8 +32,9 @@ import argparse
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -94,7 +95,9 @@ class World:
     matter.
     """
 
-    def __init__(self, momentum: float = MOMENTUM, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, momentum: float = MOMENTUM, weight_decay: float = 0.0, **training: Any
+    ) -> None:
         generator = torch.Generator().manual_seed(2)
         self.inputs = torch.randn(
             CLIENTS * SAMPLES, FEATURES, dtype=torch.float64, generator=generator
@@ -104,37 +107,33 @@ class World:
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.net = Net().double()
-        self.training = Training(
-            learning_rate=RATE,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            epochs=EPOCHS,
-            batch_size=SAMPLES,
-            clip=None,
-        )
+        settings: dict[str, Any] = {"learning_rate": RATE, "epochs": EPOCHS, "batch_size": SAMPLES}
+        settings |= {"momentum": momentum, "weight_decay": weight_decay}
+        self.training = Training(**{**settings, **training})
 
     def data(self, client: int) -> tuple[Tensor, Tensor]:
         """Return a client's samples and labels."""
         columns = slice(client * SAMPLES, (client + 1) * SAMPLES)
         return self.inputs[columns], self.labels[columns]
 
-    def federation(self, expression: str) -> Federation:
-        """Return fedloom's federation of a method, with all clients in every round."""
+    def federation(
+        self, expression: str, rounds: int = 2, participation: float = 1.0
+    ) -> Federation:
+        """Return fedloom's federation of a method, by default with all clients in every round."""
         samples = Samples(self.inputs, self.labels)
         spans = [list(range(k * SAMPLES, (k + 1) * SAMPLES)) for k in range(CLIENTS)]
         data = Dataset("random", samples, samples, CLASSES)
         task = Task(
             data, samples, samples, Partition.of(spans), copy.deepcopy(self.net), self.training
         )
-        return Federation(
-            build(expression), task, RowsEngine(task), Schedule(rounds=2, participation=1.0)
-        )
+        schedule = Schedule(rounds=rounds, participation=participation)
+        return Federation(build(expression), task, RowsEngine(task), schedule)
 
 
 @contextmanager
 def importing(folder: Path, *stand_ins: str) -> Iterator[Callable[[str], Any]]:
     """Provide a function that imports a module of a folder; stand-ins replace missing modules."""
-    absent = {name: mock.MagicMock(__path__=[]) for name in stand_ins if not _installed(name)}
+    absent = {name: stand_in(name) for name in stand_ins if not _installed(name)}
     sys.modules.update(absent)
     with mock.patch.object(sys, "path", [str(folder.resolve()), *sys.path]):
         yield importlib.import_module
@@ -145,6 +144,13 @@ def importing(folder: Path, *stand_ins: str) -> Iterator[Callable[[str], Any]]:
     ]
     for name in (*theirs, *absent):
         del sys.modules[name]
+
+
+def stand_in(name: str) -> mock.MagicMock:
+    """Return an empty module."""
+    module = mock.MagicMock(__path__=[])
+    module.__spec__ = ModuleSpec(name, None)
+    return module
 
 
 def _installed(name: str) -> bool:
@@ -494,21 +500,31 @@ METHODS = {
 }  # fmt: skip
 
 
-def main() -> None:
+Comparison = Callable[[Path], dict[str, float]]
+
+
+def main(description: str | None, comparisons: Mapping[str, Comparison]) -> None:
+    """Print the largest difference of each compared quantity.
+
+    Args:
+        description: The help text, with the sources of the repositories.
+        comparisons: Comparison with the code in a folder, by the name of the option.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in METHODS:
+    for name in comparisons:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
     folders = vars(parser.parse_args())
     if not any(folders.values()):
         parser.error("give the folder of one repository at least; --help says where they are")
     torch.set_num_threads(1)
-    print("| method | compared | largest difference |\n|---|---|---|")
-    for name, compare in METHODS.items():
-        for quantity, difference in compare(folders[name]).items() if folders[name] else ():
-            print(f"| {name} | {quantity} | {difference:.1e} |")
+    print("| code | compared | largest difference |\n|---|---|---|")
+    for name, compare in comparisons.items():
+        folder = folders[name.replace("-", "_")]
+        for quantity, difference in compare(folder).items() if folder else ():
+            print(f"| {name} | {quantity} | {difference:.1e} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, METHODS)
