@@ -20,7 +20,8 @@ class FedGloSS(Algorithm):
     s <- s - d / (beta N), w <- w_t + eta_g D - beta s. G is 0 in the first round; all vectors are
     `[T]`, and statistics are averaged. With rho 0 and `dual` off this is FedSAM. Traffic is
     FedAvg's.
-    Source: Caldarola et al. 2025, algorithm 1, in the form of the authors' code.
+    Source: Caldarola et al. 2025, algorithm 1, in the form of the authors' code. That code renews v
+    and s_i in every epoch, and a ramp of `rho` there ends at `client_rho`; here, both are constant.
     Use it when FedSAM's models are flat for their clients but not for the average.
 
     Args:

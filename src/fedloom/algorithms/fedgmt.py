@@ -23,7 +23,8 @@ class FedGMT(Algorithm):
     w_t. Server: w <- sum_i p_i w_i + (1/N) sum over all clients of h_i, then e <- alpha e + (1 -
     alpha) w. e starts at the initial model, h_i at 0. The model to evaluate is w. Traffic: two
     models down, one up.
-    Source: Li et al. 2025, algorithm 1, in the form of the authors' code.
+    Source: Li et al. 2025, algorithm 1, in the form of the authors' code, where e is in training
+    mode with its initial statistics.
     Use it when models overfit their clients: it is cheaper than two passes for each step.
 
     Args:
