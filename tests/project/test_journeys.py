@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -68,6 +70,139 @@ def test_from_pictures_in_folders_to_onnx(
     outputs = session.run(None, {"inputs": pixels.numpy()})[0]
     assert [model.classes[k] for k in outputs.argmax(1)] == model.predict(paths).tolist()
     assert np.allclose(outputs, model.outputs(paths).numpy(), atol=1e-4)
+
+
+RESNET = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, inputs):
+        hidden = torch.relu(self.norm(self.first(inputs)))
+        return torch.relu(inputs + self.second(hidden))
+
+
+def make(spec, width=4):
+    return nn.Sequential(
+        nn.Conv2d(spec.shape[0], width, 3, padding=1), Block(width),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, spec.outputs),
+    )
+"""
+
+RESIDUAL_TABLE = """
+import torch
+from torch import nn
+
+
+class Residual(nn.Module):
+    def __init__(self, spec, width):
+        super().__init__()
+        self.inputs = nn.Linear(spec.shape[0], width)
+        self.hidden = nn.Linear(width, width)
+        self.outputs = nn.Linear(width, spec.outputs)
+
+    def forward(self, rows):
+        hidden = self.inputs(rows)
+        return self.outputs(hidden + torch.relu(self.hidden(hidden)))
+
+
+def make(spec, width=4):
+    return Residual(spec, width)
+"""
+
+
+def write_shades(folder: Path, count: int, seed: int) -> None:
+    """Write pictures of two classes, dark and light."""
+    draw = np.random.default_rng(seed)
+    for label, name in enumerate(("dark", "light")):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = draw.integers(100 * label, 100 * label + 150, (8, 8)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number:02}.png")
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder whose modules can be imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_from_an_own_resnet_to_onnx(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    Path("my_resnet.py").write_text(RESNET)
+    write_shades(Path("pictures"), 24, seed=0)
+    write_shades(Path("new"), 10, seed=1)
+    Path("job.toml").write_text(
+        'algorithm = "fedavg"\nrounds = 4\nengine = "rows"\nmodel = "my_resnet:make(width=8)"\n'
+        "[data]\nname = \"images(folder='pictures', size=8, channels=1)\"\n"
+        'clients = 3\npartition = "iid"\n[training]\nlearning_rate = 0.2\nepochs = 5\n'
+    )
+    assert main(["run", "job.toml", "-q"]) == 0
+    files = sorted(Path("new").glob("*/*.png"))
+    names = [path.parent.name for path in files]
+    for words in (["predict", "runs/job", "new/dark"], ["export", "runs/job"]):
+        capsys.readouterr()
+        assert main(words) == 2
+        assert "--trust-code" in capsys.readouterr().err
+    for name in ("dark", "light"):
+        words = ["predict", "runs/job", f"new/{name}", "--to", f"{name}.csv", "--trust-code"]
+        assert main(words) == 0
+    rows = [line for name in ("dark", "light") for line in _rows(Path(f"{name}.csv"))]
+    model = fl.load("runs/job", trust_code=True)
+    assert [line.split(",")[1].strip('"') for line in rows] == model.predict(files).tolist()
+    measured = model.evaluate(files, names)
+    accuracy = np.mean(model.predict(files) == np.array(names))
+    assert measured.frame()["accuracy"].tolist() == pytest.approx([accuracy])
+    assert accuracy > 0.9
+    assert main(["export", "runs/job", "--output", "res.onnx", "--trust-code"]) == 0
+    session = runtime.InferenceSession("res.onnx", providers=["CPUExecutionProvider"])
+    inputs = model.preprocessing.apply(files)[0]
+    outputs = session.run(None, {"inputs": inputs.numpy()})[0]
+    expected = model.outputs(files).numpy()
+    assert np.allclose(outputs, expected, atol=1e-4)
+    assert np.ptp(expected) > 0.1
+
+
+def _rows(path: Path) -> list[str]:
+    return path.read_text().splitlines()[1:]
+
+
+def test_an_own_model_of_a_table_is_evaluated_by_the_command(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("my_residual.py").write_text(RESIDUAL_TABLE)
+    draw = np.random.default_rng(0)
+    table = draw.normal(size=(150, 3)).round(3)
+    labels = np.where(table[:, 0] * table[:, 1] > 0, "same", "other")
+    lines = [f"{a},{b},{c},{label}" for (a, b, c), label in zip(table, labels, strict=True)]
+    Path("signs.csv").write_text("\n".join(["a,b,c,label", *lines]))
+    Path("signs.toml").write_text(
+        'algorithm = "fedavg"\nrounds = 6\nengine = "rows"\nmodel = "my_residual:make(width=8)"\n'
+        '[data]\nname = "table(path=\'signs.csv\')"\nclients = 3\npartition = "iid"\n'
+        "[training]\nlearning_rate = 0.3\nepochs = 5\nbatch_size = 10\n"
+    )
+    assert main(["run", "signs.toml", "-q"]) == 0
+    capsys.readouterr()
+    words = ["evaluate", "runs/signs", "signs.csv"]
+    assert main(words) == 2
+    assert "--trust-code" in capsys.readouterr().err
+    assert main([*words, "--trust-code", "--json", "figures.json"]) == 0
+    (figures,) = json.loads(Path("figures.json").read_text())["metrics"]
+    predicted = fl.load("runs/signs", trust_code=True).predict(pd.read_csv("signs.csv"))
+    assert figures["accuracy"] == pytest.approx(np.mean(predicted == labels))
+    assert figures["rows"] == 150
 
 
 def test_from_adapters_of_a_transformer_to_text(tmp_path: Path) -> None:
