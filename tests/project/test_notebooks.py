@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
 FIGURE = "application/vnd.plotly.v1+json"
 
+
+ACCURACIES = [0.125, 0.25, 0.5, 0.625, 0.75]
 
 SHORTER = {
     "rounds=30": "rounds=8",
@@ -32,25 +37,44 @@ def printed(cell: Any) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_figure_in_a_notebook_is_also_html_with_its_script(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Check the form that nbconvert keeps; it drops the kind of output that only JupyterLab draws."""
+@pytest.fixture
+def notebook_with_figure(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A notebook that has run, with a figure of fedloom in its only cell."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     monkeypatch.delenv("PLOTLY_RENDERER", raising=False)
     source = (
         "from fedloom.report.curves import learning_curves\n"
         "from fedloom.report.summary import RunSummary\n"
-        "records = [{'round': k, 'accuracy': k / 9} for k in range(5)]\n"
+        f"records = [{{'round': k, 'accuracy': a}} for k, a in enumerate({ACCURACIES})]\n"
         "learning_curves([RunSummary('fedavg', 0, records)])"
     )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     nbclient.NotebookClient(notebook, timeout=300).execute()
-    data = notebook.cells[0].outputs[-1]["data"]
+    return notebook
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_figure_in_a_notebook_is_also_html_with_its_script(notebook_with_figure: Any) -> None:
+    """Check the form that nbconvert keeps; it drops the kind of output that only JupyterLab draws."""
+    data = notebook_with_figure.cells[0].outputs[-1]["data"]
     assert FIGURE in data
     assert "Plotly.newPlot(" in data["text/html"]
     assert '<script charset="utf-8" src="https://cdn.plot.ly/plotly-' in data["text/html"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_figure_survives_the_conversion_of_its_notebook_to_html(
+    notebook_with_figure: Any,
+) -> None:
+    reason = "nbconvert is not installed: the extra dev has it"
+    nbconvert = pytest.importorskip("nbconvert", reason=reason)
+    page, _ = nbconvert.HTMLExporter().from_notebook_node(notebook_with_figure)
+    assert re.search(r'<script[^>]* src="https://cdn\.plot\.ly/plotly-', page)
+    (call,) = re.finditer(r"Plotly\.newPlot\(\s*\"[\w-]+\",\s*", page)
+    traces, _ = json.JSONDecoder().raw_decode(page[call.end() :])
+    (drawn,) = [trace["y"] for trace in traces if trace.get("y")]
+    values = np.frombuffer(base64.b64decode(drawn["bdata"]), drawn["dtype"])
+    assert values.tolist() == ACCURACIES
 
 
 @pytest.mark.parametrize("name", ["own_method", "comparison"])
