@@ -25,7 +25,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import linear_layers
-from fedloom.flat.module import Batch, Shortcuts, data_loss
+from fedloom.flat.module import Batch, Shortcuts, data_loss, head_loss
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
 from fedloom.local.optimizer import _Optimizer
@@ -339,6 +339,8 @@ def test_a_chain_folds_its_update_into_the_products(
         ("partialfed", {}),
         ("apple", {}),
         ("fedrep", {"local_schedule": "cosine"}),
+        ("fedala", {}),
+        ("ala(fedprox, p=2)", {}),
         ("ditto", {"optimizer": "adam", "momentum": 0.0}),
     ],
 )
@@ -356,7 +358,11 @@ def test_every_kind_of_step_takes_the_gradients_of_a_chain(
     assert_same(federated(RowsEngine, task, method), federated(StackedEngine, task, method))
 
 
-@pytest.mark.parametrize("only", [None, (slice(0, 35), slice(42, 70))], ids=["all", "two of three"])
+@pytest.mark.parametrize(
+    "only",
+    [None, (slice(0, 35), slice(42, 70)), (slice(42, 74),), (slice(0, 5),)],
+    ids=["all", "both weights", "last layer", "nothing"],
+)
 def test_the_gradient_of_a_chain_is_that_of_autograd_without_its_padding(
     only: tuple[slice, ...] | None,
 ) -> None:
@@ -373,8 +379,8 @@ def test_the_gradient_of_a_chain_is_that_of_autograd_without_its_padding(
     stack.train_only(only)
     loss, gradient = stack.gradient(rows, Batch(inputs, labels, share=share), data_loss, {})
     trained = torch.ones(layout.size, dtype=torch.bool)
-    if only is not None:
-        trained[35:42] = trained[70:] = False
+    for start, stop in ((0, 35), (35, 42), (42, 70), (70, 74)):
+        trained[start:stop] = only is None or any(s.start <= start and stop <= s.stop for s in only)
     for k, count in enumerate((3, 2)):
         copy = layout.copy(module)
         layout.load(copy, rows[k], layout.flatten_integers(module))
@@ -384,6 +390,35 @@ def test_the_gradient_of_a_chain_is_that_of_autograd_without_its_padding(
         torch.testing.assert_close(
             gradient[k], torch.cat([tensor.flatten() for tensor in gradients]) * trained
         )
+
+
+def test_a_loss_on_features_takes_the_gradient_of_the_classifier_alone() -> None:
+    module = perceptron(5, 7, 4)
+    layout, draw = Layout(module), torch.Generator().manual_seed(0)
+    rows = torch.randn(2, layout.size, generator=draw, dtype=torch.float64)
+    features = torch.randn(2, 3, 7, generator=draw, dtype=torch.float64)
+    labels = torch.tensor([[0, 3, 1], [2, 2, 0]])
+    stack = StackedModule(module, layout, Shortcuts(linear=True))
+    stack.begin(2, [])
+    stack.train_only((slice(42, 74),))
+    assert stack.uses_share(head_loss)
+    loss, gradient = stack.partial_gradient(rows, Batch(features, labels), head_loss, {})
+    for k in range(2):
+        weight = rows[k, 42:70].view(4, 7).clone().requires_grad_()
+        bias = rows[k, 70:].clone().requires_grad_()
+        expected = F.cross_entropy(features[k] @ weight.T + bias, labels[k])
+        gradients = torch.autograd.grad(expected, [weight, bias])
+        torch.testing.assert_close(loss[k], expected.detach())
+        torch.testing.assert_close(gradient[k], torch.cat([g.flatten() for g in gradients]))
+
+
+def test_a_classifier_of_two_layers_is_trained_through_the_whole_chain() -> None:
+    module = nn.Sequential()
+    module.add_module("base", nn.Linear(5, 7))
+    module.add_module("head", perceptron(7, 6, 4)[1:].float())
+    stack = StackedModule(module, Layout(module), Shortcuts(linear=True))
+    assert stack.uses_share(data_loss)
+    assert not stack.uses_share(head_loss)
 
 
 def test_the_projects_own_models_of_linear_layers_are_chains() -> None:

@@ -93,6 +93,7 @@ def backward(
     rows: Tensor,
     batch: Batch,
     use: Callable[[TensorSlice, Tensor, Tensor], None],
+    lowest: int = 0,
 ) -> Tensor:
     """Compute the mean cross entropy of k models and its gradients, from the last layer down.
 
@@ -103,6 +104,7 @@ def backward(
         use: Called as `use(entry, d, x)` for each weight and bias W `[k, out, in]` (a bias has one
             column). The gradient of W is d'x, with the input x `[k, b, in]` of the layer and the
             gradient d `[k, b, out]` of its output. The function may change W.
+        lowest: Number of the lowest layer that needs a gradient.
 
     Returns:
         The loss of each model, `[k]`.
@@ -114,12 +116,12 @@ def backward(
     share = 1 / labels.shape[1] if batch.share is None else batch.share.unsqueeze(2).to(rows)
     loss = -(log_probabilities.gather(2, labels) * share).sum((1, 2))
     delta = log_probabilities.exp_().scatter_add_(2, labels, -bias_input).mul_(share)
-    for index in reversed(range(len(layers))):
+    for index in reversed(range(lowest, len(layers))):
         layer = layers[index]
         inputs = values[index]
         if layer.rectified:
             delta = torch.ops.aten.threshold_backward(delta, values[index + 1], 0)
-        below = torch.bmm(delta, matrix(rows, layer.weight)) if index else delta
+        below = torch.bmm(delta, matrix(rows, layer.weight)) if index > lowest else delta
         use(layer.weight, delta, inputs)
         if layer.bias is not None:
             use(layer.bias, delta, bias_input)

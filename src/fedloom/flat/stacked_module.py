@@ -19,9 +19,11 @@ from fedloom.flat.module import (
     LossFn,
     Rows,
     data_loss,
+    head_loss,
     piece,
 )
 from fedloom.flat.vmap_modes import client_dropout, stacked_autocast
+from fedloom.models.structure import head_name
 
 
 class StackedModule(FlatModule):
@@ -62,7 +64,26 @@ class StackedModule(FlatModule):
         return FoldedSGD(self._layers, settings, rate) if folds else None
 
     def uses_share(self, loss_fn: LossFn) -> bool:
-        return bool(self._layers) and loss_fn is data_loss and self.autocast is None
+        return self.autocast is None and bool(self._layers_of(loss_fn))
+
+    def _layers_of(self, loss_fn: LossFn) -> list[LinearLayer]:
+        """Return the linear layers between the inputs of a loss and the logits.
+
+        These are all layers of a chain, or its classifier for a loss on features.
+        """
+        if loss_fn is data_loss:
+            return self._layers
+        return self._classifier if loss_fn is head_loss else []
+
+    @cached_property
+    def _classifier(self) -> list[LinearLayer]:
+        """The last layer of a chain, if it is the model's classifier."""
+        weight = f"{head_name(self.module)}.weight".lstrip(".")
+        return [
+            layer
+            for layer in self._layers[-1:]
+            if layer.weight.name == weight and not layer.rectified
+        ]
 
     def gradient(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
@@ -72,23 +93,28 @@ class StackedModule(FlatModule):
         buffer = self._gradient[: len(rows)]
         if len(self._trained_slices) < len(self._slices):
             buffer.zero_()
-        return self._by_layers(rows, batch, buffer), buffer
+        return self._by_layers(rows, batch, loss_fn, buffer), buffer
 
-    def _by_layers(self, rows: Tensor, batch: Batch, into: Tensor) -> Tensor:
+    def _by_layers(self, rows: Tensor, batch: Batch, loss_fn: LossFn, into: Tensor) -> Tensor:
         """Return the loss `[k]`, and write the gradient of trained parameters `into [k, T]`."""
+        layers = self._layers_of(loss_fn)
+        trained = set(self._trained_slices)
+        needed = [
+            index for index, layer in enumerate(layers) if trained & {layer.weight, layer.bias}
+        ]
 
         def write(entry: TensorSlice, delta: Tensor, x: Tensor) -> None:
-            if entry in self._trained_slices:
+            if entry in trained:
                 matrix(into, entry).baddbmm_(delta.mT, x, beta=0)
 
-        return backward(self._layers, rows, batch, write)
+        return backward(layers, rows, batch, write, min(needed, default=len(layers)))
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
     ) -> tuple[Tensor, Sequence[Tensor]]:
         if self.uses_share(loss_fn):
             buffer = self._gradient[: len(rows)]
-            return self._by_layers(rows, batch, buffer), self.pieces(buffer)
+            return self._by_layers(rows, batch, loss_fn, buffer), self.pieces(buffer)
         trained = {
             entry.name: piece(rows, entry).detach().requires_grad_()
             for entry in self._trained_slices
