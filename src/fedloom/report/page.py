@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, plotly_script, styles
 from fedloom.report.layouts import NO_BREAK, templates, with_signs
 from fedloom.report.method_settings import settings_table, tuning_notes
+from fedloom.report.options import ReportOptions
 from fedloom.report.sheet import Criterion, Sheet, caption, explained, faults_in, overall, reading
 from fedloom.report.summary import (
-    LAST,
     RunSummary,
     TargetValue,
     bytes_down,
@@ -53,44 +52,6 @@ PRIVATE = (
 
 Tile = tuple[str, str, str]
 """Name, figure, and a small text below it."""
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """Options of a page, which it holds so that it can be written again."""
-
-    title: str
-    targets: tuple[TargetValue, ...] = ()
-    command: str = ""
-    last: int = LAST
-    against: str = "best"
-    measure: str = "last"
-
-    @classmethod
-    def of(cls, title: str, sheet: Sheet, command: str) -> "ReportOptions":
-        """Return the options of a page about this setting, or about several that begin with it.
-
-        Args:
-            title: Title of the page.
-            sheet: The setting, or the first of several.
-            command: The command that repeats the runs; "" for none.
-
-        Returns:
-            The options, with the targets and the measure of the sheet.
-        """
-        targets = tuple(sheet.targets)
-        return cls(title, targets, command, sheet.last, sheet.against, sheet.measure)
-
-
-def options_of(path: Path) -> ReportOptions | None:
-    """Return the options of the report at `path`; None where there is none."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    match = re.search(r'<script type="application/json" id="about">(.*?)</script>', text, re.DOTALL)
-    try:
-        options = json.loads(match[1]) if match else {}
-        return ReportOptions(**{**options, "targets": tuple(options["targets"])})
-    except (ValueError, TypeError, KeyError):
-        return None  # a page of something else
 
 
 def write_page(path: Path, page: str) -> None:

@@ -17,7 +17,6 @@ from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.clients import client_figures
 from fedloom.report.frames import data_frame, result_lines
-from fedloom.report.page import render, write_page
 from fedloom.report.sheet import Sheet
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import Record
@@ -196,6 +195,8 @@ class Result(RunFigures):
         Args:
             path: The HTML file to write.
         """
+        from fedloom.report.page import render, write_page
+
         write_page(
             Path(path),
             render(f"{self.summary.algorithm}, seed {self.summary.seed}", [self.summary]),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from fedloom.common.fields import require_one_of
 from fedloom.engines.work import training_speed
 from fedloom.report import summary as figures
-from fedloom.report.curves import learning_curves
 from fedloom.report.frames import data_frame, html_table, plain_records, text_table, texts
 from fedloom.report.summary import RunSummary
 from fedloom.report.units import time_text
@@ -67,6 +66,8 @@ class RunFigures(ABC):
         Raises:
             InvalidValue: No round has the figure.
         """
+        from fedloom.report.curves import learning_curves
+
         runs = [run for _, run in self._named_runs()]
         if figure:
             records = [record for run in runs for record in run.records]

@@ -16,7 +16,7 @@ from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.frames import data_frame
 from fedloom.report.method_settings import settings_table, tuning_notes
-from fedloom.report.page import ReportOptions, options_of, render, render_overview, write_page
+from fedloom.report.options import ReportOptions, options_of
 from fedloom.report.sheet import Sheet, overall, reading
 from fedloom.report.summary import RunSummary
 from fedloom.report.tuning_choice import TUNING, TuningChoice
@@ -132,6 +132,8 @@ class ComparisonResult(RunFigures):
         """Write `report.html`, and with several settings one in the folder of each. Return the
         files, the main one first.
         """
+        from fedloom.report.page import render, render_overview, write_page
+
         runs = {
             setting: [run.summary for run in group]
             for setting, group in by_setting(self.with_trajectories()).items()
