@@ -3,12 +3,17 @@
 They use the same data, model, batches and number of local steps. Each framework runs in its own
 environment and in its best documented setting: pfl with one and with two processes, Flower with one
 core per actor. `--environments FOLDER` holds one environment for each: `pfl`, `flower`, `fluke`,
-`fedjax`; `--install` makes the missing ones. fedloom runs in this environment. The frameworks take
-turns, `--repeats` times. A framework's figure is the minimum over the turns of the median over its
-counted rounds. Other work on the machine affects this figure least.
+`fedjax`, `flbench`; `--install` makes the missing ones. fedloom and PFLlib run in this environment.
+`--sources FOLDER` holds clones of PFLlib and FL-bench, which are no packages. Only fedloom and
+these two have FedALA (`--method fedala`, workload `pfllib`).
+
+The frameworks take turns, `--repeats` times. A framework's figure is the minimum over the turns of
+the median over its counted rounds. Other work on the machine affects this figure least.
 
     python benchmarks/peers/compare.py --environments /tmp/peers --install
         [--workloads mlp,cnn,pfl] [--rounds 8] [--repeats 3]
+    python benchmarks/peers/compare.py --sources /tmp/clones --workloads pfllib
+        --contenders "fedloom;PFLlib" --method fedala
 """
 
 from __future__ import annotations
@@ -31,7 +36,9 @@ PACKAGES = {
     "flower": ["torch==2.13.0", "flwr[simulation]==1.41.0"],
     "fluke": ["torch==2.13.0", "fluke-fl==0.8.1"],
     "fedjax": ["fedjax==0.0.17"],
+    "flbench": ["torch==2.13.0", "omegaconf==2.3.0", "scikit-learn", "pandas", "pillow", "rich"],
 }
+CLONES = {"pfllib": "PFLlib", "flbench": "FL-bench"}
 
 CONTENDERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     # name: (script, arguments, environment)
@@ -42,12 +49,15 @@ CONTENDERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "flower, 2 actors": ("flower", ["--processes", "2"], {}),
     "fluke": ("fluke", [], {}),
     "fedjax": ("fedjax", [], {}),
+    "PFLlib": ("pfllib", [], {}),
+    "FL-bench": ("flbench", [], {}),
 }
 
 
 def python(name: str, environments: Path) -> Path:
     """Return the interpreter of a framework's environment."""
-    return Path(sys.executable) if name == "fedloom" else environments / name / "bin" / "python"
+    here = name in ("fedloom", "pfllib")
+    return Path(sys.executable) if here else environments / name / "bin" / "python"
 
 
 def install(environments: Path) -> None:
@@ -60,29 +70,38 @@ def install(environments: Path) -> None:
             )
 
 
-def measure(
-    name: str, workload: str, environments: Path, options: list[str], limit: float
-) -> dict[str, Any] | str:
+def measure(name: str, workload: str, arguments: argparse.Namespace) -> dict[str, Any] | str:
     """Return the figures from a framework's script, or the reason for their absence."""
     script, extra, environment = CONTENDERS[name]
+    if script in CLONES:
+        clone = arguments.sources / CLONES[script]
+        if not clone.is_dir():
+            return f"no clone in {clone}: set --sources"
+        extra = [*extra, "--source", str(clone)]
+    interpreter = python(script, arguments.environments)
+    if not interpreter.exists():
+        return f"no environment {interpreter.parent.parent}: add --install"
     command = [
-        python(script, environments),
+        interpreter,
         HERE / f"run_{script}.py",
         "--workload",
         workload,
+        "--method",
+        arguments.method,
+        "--rounds",
+        arguments.rounds,
         *extra,
-        *options,
     ]
     try:
         done = subprocess.run(
             list(map(str, command)),
             capture_output=True,
             text=True,
-            timeout=limit,
+            timeout=arguments.limit,
             env={**os.environ, **environment},
         )
     except subprocess.TimeoutExpired:
-        return f"not done in {limit:.0f} s"
+        return f"not done in {arguments.limit:.0f} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     measurement: dict[str, Any] | str = (
         json.loads(lines[-1]) if lines else (done.stderr.strip().splitlines() or ["nothing"])[-1]
@@ -100,6 +119,10 @@ def main() -> None:
     parser.add_argument(
         "--install", action="store_true", help="make the environments that are missing"
     )
+    parser.add_argument(
+        "--sources", type=Path, default=Path("peers"), help="folder with clones of PFLlib, FL-bench"
+    )
+    parser.add_argument("--method", choices=("fedavg", "fedala"), default="fedavg")
     parser.add_argument("--workloads", default="mlp,cnn,pfl")
     parser.add_argument("--contenders", default=";".join(CONTENDERS), help="names, separated by ;")
     parser.add_argument("--rounds", type=int, default=8)
@@ -116,13 +139,7 @@ def main() -> None:
         trouble: dict[str, str] = {}
         for _ in range(arguments.repeats):
             for name in names:
-                measurement = measure(
-                    name,
-                    workload,
-                    arguments.environments,
-                    ["--rounds", str(arguments.rounds)],
-                    arguments.limit,
-                )
+                measurement = measure(name, workload, arguments)
                 if isinstance(measurement, str):
                     trouble[name] = measurement
                 else:
@@ -142,7 +159,8 @@ def main() -> None:
             }
             for name, row in sorted(best.items(), key=lambda item: item[1]["seconds"])
         ]
-        tell(f"FedAvg, workload {workload!r}: seconds a round", rows)
+        if rows:
+            tell(f"{arguments.method}, workload {workload!r}: seconds a round", rows)
         for name, reason in trouble.items():
             print(f"{name}: {reason}")
 

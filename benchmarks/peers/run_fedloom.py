@@ -1,4 +1,4 @@
-"""fedloom: FedAvg in the given engine; `default` is the choice of the rule."""
+"""fedloom: FedAvg or FedALA in the given engine; `default` is the choice of the rule."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import torch_models
 import workload as w
 
-from fedloom.algorithms.fedavg import FedAvg
 from fedloom.common.device import keep_pages
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.choose import make_engine
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task.making import make_task
@@ -43,7 +43,7 @@ if __name__ == "__main__":
         rounds=rounds, participation=work.cohort / work.users, seed=0, evaluate_every=rounds
     )
     engine = make_engine(engine_name, task)
-    run = Federation(FedAvg(), task, engine, schedule)
+    run = Federation(build(arguments.method), task, engine, schedule)
     ends: list[float] = []
     run.run(lambda *_: ends.append(w.clock()))
     module = torch_models.model(arguments.workload)

@@ -35,7 +35,22 @@ class PflCnn(nn.Sequential):
         )  # fmt: skip
 
 
-MODELS: dict[str, type[nn.Module]] = {"mlp": Mlp, "cnn": Cnn, "pfl": PflCnn}
+class PFLlibCnn(nn.Sequential):
+    """The network of PFLlib for MNIST: two 5x5 convolutions with pools, and a layer of 512."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10),
+        )  # fmt: skip
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "mlp": Mlp,
+    "cnn": Cnn,
+    "pfl": PflCnn,
+    "pfllib": PFLlibCnn,
+}
 
 
 def model(workload: str) -> nn.Module:

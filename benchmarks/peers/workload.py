@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,13 +50,23 @@ WORKLOADS = {
     "cnn": Workload((3, 32, 32), 20, 500, 10, 50, 0.01, 0.9),
     # pfl-research's own CIFAR-10 setting: 1,000 users with 50 images each, 50 users per round
     "pfl": Workload((3, 32, 32), 1000, 50, 50, 10, 0.1),
+    # PFLlib's defaults: 20 clients, batches of 10, its network for images of one channel
+    "pfllib": Workload((1, 28, 28), 20, 300, 20, 10, 0.005),
 }
+
+METHODS = ("fedavg", "fedala")
 
 
 def arguments(description: str) -> argparse.Namespace:
     """Parse the arguments of every framework's script."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workload", choices=WORKLOADS, default="mlp")
+    parser.add_argument(
+        "--method", choices=METHODS, default="fedavg", help="fedala: blends the last layer"
+    )
+    parser.add_argument(
+        "--source", type=Path, help="folder of a clone, for frameworks that are no package"
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument(
         "--warm-up", type=int, default=2, help="rounds at the start that are not counted"
