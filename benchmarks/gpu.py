@@ -1,4 +1,4 @@
-"""Compare rounds of stacked clients with rounds client by client on a GPU.
+"""Compare rounds of stacked clients with rounds client by client and with plain PyTorch on a GPU.
 
     python benchmarks/gpu.py [--device cuda] [--tasks mlp,resnet20] [--clients 10,100]
         [--rounds 5] [--autocast bfloat16]
@@ -7,6 +7,7 @@ The script also measures the share of the card's peak. The engines run in turn i
 by round; the first round of each is a warm-up.
 
 - `over_rows`: median over rounds of engine over rows, in the same round.
+- `plain`: the same steps of one client after another in a loop of plain PyTorch.
 - `samples_per_s`: training samples per second.
 - `share_of_peak`: operations of products and convolutions per second, forward and backward, over a
   product of two large matrices on the same device, in the same run and type. Torch's counter gives
@@ -24,9 +25,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,6 +37,7 @@ from engines import TASKS, resnet_task
 from fedloom.common.device import find_device, keep_pages
 from fedloom.common.errors import InvalidValue
 from fedloom.engines.choose import make_engine
+from fedloom.flat.vmap_modes import autocast
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -70,6 +74,28 @@ def operations_a_sample(task: Task) -> float:
     return float(counter.get_total_flops()) / count
 
 
+def plain_round(module: nn.Module, task: Task, start: Tensor) -> None:
+    """Train all clients one after another on one module with one optimizer of torch."""
+    settings = task.training
+    optimizer = torch.optim.SGD(
+        module.parameters(), lr=settings.learning_rate, momentum=settings.momentum
+    )
+    for client in range(task.clients):
+        task.layout.load(module, start)
+        optimizer.state.clear()
+        samples = task.samples(client)
+        size = settings.batch_size or len(samples)
+        for _ in range(settings.epochs):
+            order = torch.randperm(len(samples), device=samples.labels.device)
+            for index in order.split(size):
+                optimizer.zero_grad()
+                with autocast(settings.autocast_dtype, start.device):
+                    outputs = module(task.dataset.prepare(samples.inputs[index]))
+                    loss = F.cross_entropy(outputs, samples.labels[index])
+                loss.backward()
+                optimizer.step()
+
+
 def measure(
     name: str, method: str, task: Task, rounds: int, peak_rate: float
 ) -> list[dict[str, Any]]:
@@ -79,14 +105,17 @@ def measure(
         engine: Federation(build(method), task, make_engine(engine, task), schedule)
         for engine in ENGINES
     }
-    taken: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    works: dict[str, Callable[[], object]] = {engine: run.step for engine, run in runs.items()}
+    works["plain"] = partial(plain_round, copy.deepcopy(task.model).train(), task, task.initial)
+    taken: dict[str, list[float]] = {engine: [] for engine in works}
     for _ in range(rounds + 1):
-        for engine, run in runs.items():
-            taken[engine].append(seconds_of(run.step, task.initial.device))
+        for engine, work in works.items():
+            taken[engine].append(seconds_of(work, task.initial.device))
     samples = int(task.partition.sizes.sum()) * task.training.epochs
     needed = operations_a_sample(task) * samples
     lines = []
-    for engine, run in runs.items():
+    for engine in works:
+        faults = [] if engine == "plain" else [r["faults"] for r in runs[engine].history]
         seconds = statistics.median(taken[engine][1:])
         pairs = zip(taken[engine][1:], taken["rows"][1:], strict=True)
         lines.append({
@@ -98,8 +127,9 @@ def measure(
             "samples_per_s": samples / seconds,
             "share_of_peak": needed / seconds / peak_rate,
             "over_rows": statistics.median(ours / rows for ours, rows in pairs),
-            "faults": sum(len(record["faults"]) for record in run.history),
+            "faults": sum(map(len, faults)),
         })  # fmt: skip
+    for run in runs.values():
         run.engine.close()
     return lines
 
