@@ -21,7 +21,7 @@ from fedloom.cli import main
 from fedloom.data.partition import Partition
 from fedloom.report.clients import worst_first
 from fedloom.report.contents import image_figures
-from fedloom.report.options import ReportOptions, options_of
+from fedloom.report.sheet import ReportOptions, options_of
 from fedloom.report.summary import summarise
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configuration import Configuration

@@ -36,11 +36,11 @@ from fedloom.report.export import (
 )
 from fedloom.report.figures import plotly_script
 from fedloom.report.layouts import escape_latex
-from fedloom.report.options import ReportOptions
 from fedloom.report.page import render
 from fedloom.report.sheet import (
     NOT_SIGNIFICANT,
     T_TEST_ONLY,
+    ReportOptions,
     Sheet,
     caption,
     overall,

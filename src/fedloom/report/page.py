@@ -24,8 +24,16 @@ from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, plotly_script, styles
 from fedloom.report.layouts import NO_BREAK, templates, with_signs
 from fedloom.report.method_settings import settings_table, tuning_notes
-from fedloom.report.options import ReportOptions
-from fedloom.report.sheet import Criterion, Sheet, caption, explained, faults_in, overall, reading
+from fedloom.report.sheet import (
+    Criterion,
+    ReportOptions,
+    Sheet,
+    caption,
+    explained,
+    faults_in,
+    overall,
+    reading,
+)
 from fedloom.report.summary import (
     RunSummary,
     TargetValue,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fedloom.common.errors import InvalidValue
 from fedloom.common.expression import parse
-from fedloom.report.options import ReportOptions
+from fedloom.report.sheet import ReportOptions
 from fedloom.report.tuning_choice import TUNING
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import finished_runs, setting_folder

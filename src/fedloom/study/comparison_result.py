@@ -16,8 +16,7 @@ from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.frames import data_frame
 from fedloom.report.method_settings import settings_table, tuning_notes
-from fedloom.report.options import ReportOptions, options_of
-from fedloom.report.sheet import Sheet, overall, reading
+from fedloom.report.sheet import ReportOptions, Sheet, options_of, overall, reading
 from fedloom.report.summary import RunSummary
 from fedloom.report.tuning_choice import TUNING, TuningChoice
 from fedloom.runs.configuration import Configuration

@@ -11,7 +11,7 @@ from typing import Any
 from fedloom.algorithm.method import Method
 from fedloom.common.errors import InvalidValue, quoted
 from fedloom.common.fields import require_at_least
-from fedloom.report.options import ReportOptions
+from fedloom.report.sheet import ReportOptions
 from fedloom.runs.entry import Entry
 from fedloom.runs.progress import Show, bars
 from fedloom.runs.python_objects import TaskOf
