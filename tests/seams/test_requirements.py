@@ -374,6 +374,7 @@ RELEASE = "would change the replies before the sum or after the release"
 LAYERS = "upload layers of other clients instead of updates"
 EPSILON = "counts a separate epsilon"
 POLLED = "clients would return losses without the privacy"
+REVEALED = "clients would upload their Fisher information without the privacy of"
 EVEN = "fedavg(weighted=false)"
 
 PAIRS: dict[str, str] = {
@@ -408,6 +409,9 @@ PAIRS: dict[str, str] = {
     "local_private(dp_sgd(fedavg, noise=1.0), noise=1.0)": EPSILON,
     "power_of_choice(dp_sgd(fedavg, noise=1.0))": POLLED,
     "local_private(power_of_choice(fedavg), noise=1.0)": POLLED,
+    "fisher_merge(dp_sgd(fedavg, noise=1.0))": REVEALED,
+    "fisher_merge(local_private(fedmr, noise=1.0))": REVEALED,
+    "private(fisher_merge(fedavg), noise=1.0)": REVEALED,
     f"private(secure({EVEN}), noise=1.0)": "an upload contains unclipped layers of several clients",
     "private(clustered(fedavg, by=size), noise=1.0)": "which epsilon does not count",
     "robust(private(fedavg, noise=1.0))": RELEASE,

@@ -28,6 +28,7 @@ class FisherMerge(Part):
     replaced by the merged one. Statistics are averaged. Equal F_i give the mean of the models (a
     uniform soup).
     Source: Matena and Raffel 2022, equation 3; the authors' code adds the floor to one model only.
+    Private parts are refused, since F_i has no noise.
     Use it when the models of the last round differ much, as after `indep` or `fedmr`.
 
     Args:
@@ -40,6 +41,7 @@ class FisherMerge(Part):
     once: ClassVar[bool] = True
     needs = (require_classes,)
     requires: ClassVar[tuple[str, ...]] = ("whole models",)
+    reveals: ClassVar[str] = "their Fisher information"
     facts = Facts(needs_total_rounds=True, fits_once=False)
 
     def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:

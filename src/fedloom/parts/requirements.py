@@ -312,6 +312,11 @@ def _privacy(pipeline: Pipeline) -> None:
             raise InvalidValue(
                 f"{name_of(poll)}: clients would return losses without the privacy of {part}"
             )
+        for other in pipeline.parts:
+            if reveals := getattr(other, "reveals", ""):
+                raise InvalidValue(
+                    f"{name_of(other)}: clients would upload {reveals} without the privacy of {part}"
+                )
 
 
 def _release_is_outermost(pipeline: Pipeline) -> None:
