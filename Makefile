@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 QUICK := project/test_architecture runs/test_config_file flat/test_layout flat/test_population common/test_randomness \
          algorithms/test_fedavg algorithms/test_fedmr algorithms/test_global_methods algorithms/test_global_invariants \
          parts/test_stages rounds/test_federation rounds/test_evaluation rounds/test_checkpoint state/test_store \
-         report/test_tables cli/test_cli data/test_partitions data/test_own secure/test_faults
+         report/test_tables cli/test_cli cli/test_one_line_errors data/test_partitions data/test_own secure/test_faults
 
 MINUTES ?= 60
 

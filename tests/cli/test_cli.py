@@ -180,75 +180,6 @@ def test_runs_go_side_by_side_without_being_told_with_the_same_results(
             assert (parallel / name).read_bytes() == (serial / name).read_bytes()
 
 
-@pytest.mark.parametrize("command", ["run", "compare"])
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("rouns=3", "unknown key 'rouns': did you mean 'rounds'?"),
-        ("rounds=ten", "rounds must be a whole number, not 'ten'"),
-        ("participation=0", "participation must be in (0, 1], not 0"),
-        ("participation=1.5", "participation must be in (0, 1], not 1.5"),
-        ("data.partition=dirichlet(0)", "alpha must be between 1e-09 and 1e+09"),
-        ("data.partition=dirichlet(-1)", "alpha must be between 1e-09 and 1e+09"),
-        ("data.clients=100000", "100000 clients"),
-        ("data.name=digit", "did you mean 'digits'?"),
-        ("model=mlpp", "did you mean 'mlp'?"),
-        ("model=mlp(200)", "hidden must be a list, not 200"),
-        ("model=no.such:thing", "cannot import 'no.such'"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(
-    fed: Say, command: str, override: str, message: str
-) -> None:
-    code, out, err = fed(command, "job.toml", override)
-    assert code == 2
-    assert out == ""
-    assert err.startswith("fedloom: ")
-    assert err.count("\n") == 1
-    assert message in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("run", "job.toml", "algorithm=fedmrr"), "did you mean 'fedmr'?"),
-        (
-            ("run", "job.toml", "algorithm=fedmr(unit=segment, fraction=0)"),
-            "fraction must be in (0, 1], not 0",
-        ),
-        (
-            ("run", "job.toml", "algorithm=fedmr(unit=segment, fraction=1.5)"),
-            "fraction must be in (0, 1], not 1.5",
-        ),
-        (("compare", "job.toml", "algorithms=[fedavg, nothing]"), "unknown algorithm 'nothing'"),
-        (("run", "missing.toml"), "cannot read missing.toml: no such file"),
-        (("run",), "Missing argument 'FILE.toml'"),
-        (("run", "job.toml", "--frsh"), "No such option"),
-        (("rnu", "job.toml"), "No such command 'rnu'"),
-        (("list", "algorithms", "fedmrr"), "did you mean 'fedmr'?"),
-        (("list", "fedmrr"), "did you mean 'fedmr'? (fedloom list shows all kinds)"),
-        (("list", "methods", "fedmr"), "unknown kind 'methods'"),
-        (("models", "a", "b"), "unexpected extra argument"),
-    ],
-)
-def test_bad_commands_are_one_line_and_exit_code_2(
-    fed: Say, arguments: tuple[str, ...], message: str
-) -> None:
-    code, out, err = fed(*arguments)
-    assert code == 2
-    assert out == ""
-    assert err.startswith("fedloom: ")
-    assert err.count("\n") == 1
-    assert message in err
-
-
-def test_a_method_must_be_chosen(fed: Say, tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(JOB.replace('algorithm = "fedavg"', ""))
-    code, _, err = fed("run", "job.toml")
-    assert code == 2
-    assert "give algorithm=..., the file compares 'fedavg', 'fedmr(unit=tensor)'" in err
-
-
 def test_the_directory_of_another_configuration_is_refused(fed: Say) -> None:
     assert fed("run", "job.toml")[0] == 0
     code, _, err = fed("run", "job.toml", "training.learning_rate=0.2")
@@ -282,15 +213,6 @@ def test_a_comparison_with_a_failure_shows_the_others_and_is_exit_code_1(fed: Sa
         "1 of 2 runs failed, the first (fedavgm(learning_rate=1e+38), seed 0)"
         in err.splitlines()[-1]
     )
-
-
-def test_an_error_of_the_users_own_model_is_one_line(fed: Say) -> None:
-    code, _, err = fed(
-        "run", "job.toml", "--quiet", "model=torch.nn:Linear(in_features=3, out_features=2)"
-    )
-    assert code == 2
-    assert err.count("\n") == 1
-    assert err.startswith("fedloom: ")
 
 
 @pytest.mark.parametrize(

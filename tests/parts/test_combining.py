@@ -108,30 +108,6 @@ def test_the_command_prints_orders_moments_and_reasons(capsys: pytest.CaptureFix
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["fedmrr", "--with", "umf"], "unknown algorithm 'fedmrr': did you mean 'fedmr'?"),
-        (["fedmr", "--with", "umff"], "unknown algorithm 'umff': did you mean 'umf'?"),
-        (
-            ["fedmr", "--with", "umf(fedavgg)"],
-            "unknown algorithm 'fedavgg': did you mean 'fedavg'?",
-        ),
-        (["fedmr", "--with", "sparse(share=7)"], "sparse: share must be in (0, 1], not 7"),
-        (["fedmr", "--with", "sparse(share"], "cannot read 'sparse(share'"),
-        (["--with", "umf"], "--with needs two methods: fedloom list NAME --with Y"),
-    ],
-)
-def test_bad_names_and_values_end_with_one_line(
-    capsys: pytest.CaptureFixture[str], words: list[str], error: str
-) -> None:
-    assert main(["list", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"fedloom: {error}")
-    assert err.count("\n") == 1
-
-
 def test_every_hook_has_one_moment() -> None:
     assert sorted(name for moment in MOMENTS for name in moment.hooks) == sorted(HOOKS)
     assert len({moment.name for moment in MOMENTS}) == len(MOMENTS)

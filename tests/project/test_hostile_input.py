@@ -24,7 +24,6 @@ from PIL import Image
 from safetensors.torch import save
 
 from fedloom.algorithm import algorithms
-from fedloom.cli import main
 from fedloom.common.errors import (
     LONGEST_QUOTED,
     CheckpointError,
@@ -48,114 +47,13 @@ from fedloom.engines.base import engines
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
 from fedloom.rounds.checkpoint import RoundLog
-from fedloom.runs.config_file import LONGEST_FILE, configuration, put, read_table
+from fedloom.runs.config_file import configuration, put, read_table
 from fedloom.runs.directory import read_json
 from fedloom.runs.trackers.tracker import trackers
 from fedloom.serving.artifact import load_model
 from fedloom.sites.agreement import read_configuration
 from fedloom.state.tensors import _checksum
-
-HEX = "0x" + "f" * 50_000  # Python parses this number but refuses to format it as a decimal
-LONG = "y " * 49_999 + "yy"
-
-
-def require_one_short_line(text: str) -> None:
-    """Assert that the text is one printable line and that long values are shortened."""
-    assert text.isprintable()
-    assert not re.search(r"(\S)\1{300}|(y ){150}", text)
-    assert len(text) < 2100
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("rounds=" + "9" * 5000, "rounds must be a whole number, not '999"),
-        ("rounds=" + "9" * 4000, "rounds must be a number between -3.4e+38 and 3.4e+38, not 999"),
-        ("rounds=" + "9" * 30, "rounds must be between 1 and 9.22337e+18, not 999"),
-        ("training.learning_rate=" + "9" * 400, "training.learning_rate must be a number between"),
-        ("training.learning_rate=1e400", "training.learning_rate must be greater than 0 and at "
-                                         "most 3.4e+38, not inf"),
-        (f"rounds={HEX}", "rounds must be a number between -3.4e+38 and 3.4e+38, not a value "
-                          "of type int that is too long"),
-        (f"seed={HEX}", "seed must be a number between"),
-        (f"settings.rounds=[{HEX}]", "settings.rounds must be a number between"),
-        (f"training.optimizer_options={{betas=[{HEX}]}}", "training.optimizer_options must be "
-                                                          "a number between"),
-        ("algorithm=fedprox(mu=" + "9" * 400 + ")", "mu must be a number between"),
-        ("rounds=" + "[" * 3000, "rounds must be a whole number, not '[[["),
-        ("rounds=" + "[" * 60 + "]" * 60, "rounds nests more than 50 levels deep"),
-        (".".join(["a"] * 3000) + "=1", "nests more than 50 levels deep"),
-        ("algorithm=" + "umf(" * 3000, "nests more than 50 levels deep"),
-        ("algorithm=a" + ":a" * 3000, "nests more than 50 levels deep"),
-        ("name=" + "x" * 201, "at most 200 characters"),
-        ("directory=" + "x" * 256, "directory must be a path of names of at most 255 bytes"),
-        ("data.name=\"arrays(path='" + "x" * 5000 + "')\"", "path must be a path of names of "
-                                                            "at most 255 bytes, not 'xxx"),
-        ("data.name=\"images(folder='" + "x" * 256 + "')\"", "folder must be a path of names "
-                                                             "of at most 255 bytes"),
-        ("model=mlp(hidden=[1000000000000000])", "[enforce fail"),
-        ("directory=a\udcffb", "directory must be text without NUL or lone surrogates, not "
-                               "'a\\udcffb'"),
-        ("threads=1000000000", "threads must be between 1 and"),
-        ("workers=100000", "workers must be at most"),
-        ("engine=processes(workers=100000)", ", not 100000"),
-        ("algorithm=secure(fedmr, repeats=1000000)", "repeats must be between 1 and 1000, not "
-                                                     "1000000"),
-        (
-            "settings={participation={from=0.1,to=0.5,steps=10000},dropout=[0,0.1]}",
-            "10000 x 2 values have 20,000 combinations: at most 10,000 are allowed",
-        ),
-        *((f"{key}={LONG}", "100,000 characters") for key in ("algorithm", "model", "engine", "device", "pool", "rounds")),
-        *((f"data.{key}={LONG}", "100,000 characters") for key in ("name", "partition", "label_noise", "shift", "clients")),
-        *((f"{key}={LONG}", "") for key in ("directory", "training.optimizer", "training.optimizer_options.x", "against")),
-        (f"algorithms=['{LONG}']", "100,000 characters"),
-        (f"trackers=['{LONG}']", "100,000 characters"),
-        (f"plugins=['{LONG}']", "cannot import"),
-        (f"model='{LONG}:x'", "cannot import"),
-        (f"algorithm=fedmr(unit='{LONG}')", "100,000 characters"),
-        ("algorithm=fedmr(" + "q" * 100_000 + "=1)", "100,000 characters"),
-        (LONG, "is not key=value"),
-        ("k" * 100_000 + "=1", "unknown key 'kkk"),
-    ],
-    ids=lambda text: text[:40],
-)  # fmt: skip
-def test_a_bad_option_is_refused_in_one_short_line(
-    override: str,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.toml").write_text('algorithm = "fedavg"\nrounds = 1\n')
-    assert main(["run", "job.toml", override]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    require_one_short_line(line)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"rounds = " + b"9" * 5000, "is not a TOML file"),
-        (b"rounds = " + b"9" * 4000, "rounds must be a number between"),
-        (b"rounds = " + HEX.encode(), "must be a number between"),
-        (b"rounds = " + b"[" * 3000 + b"]" * 3000, "nests more than 50 levels deep"),
-        (b"rounds = " + b"[" * 60 + b"]" * 60, "nests more than 50 levels deep"),
-        (b"a." * 3000 + b"a = 1", "nests more than 50 levels deep"),
-        (b"#" * (LONGEST_FILE + 1), "is longer than 4,194,304 bytes"),
-        (b'"' + b"k" * 100_000, "is not a TOML file"),
-        (b"\xff", "is not a TOML file"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_a_bad_file_is_refused_in_one_short_line(
-    content: bytes, message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "job.toml").write_bytes(content)
-    with pytest.raises(InvalidValue, match=re.escape(message)) as caught:
-        read_table(tmp_path / "job.toml")
-    require_one_short_line(str(caught.value))
+from forking_cli import require_one_short_line
 
 
 @pytest.mark.parametrize(

@@ -316,36 +316,6 @@ def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixtur
     assert main(["report", str(folder)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--record", "landscpe"], "unknown recorder 'landscpe': did you mean 'landscape'?"),
-        (["--record", "similarity"], "--record 'similarity': only landscape can be recorded "
-                                     "afterwards"),
-        (["--record", "landscape(gird=3)"], "landscape has no parameter 'gird': did you mean "
-                                            "'grid'?"),
-        (["--images", "gif"], "image format 'gif' is not allowed (allowed: png, svg, pdf)"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main(["report", str(folder), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_folders_without_runs_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert main(["report", str(tmp_path)]) == 2
-    missing, empty = capsys.readouterr().err.splitlines()
-    assert missing.endswith("nowhere does not exist: give a folder of runs")
-    assert "holds no run: give the folder of a run or of a comparison" in empty
-
-
 def test_a_task_of_ones_own_has_no_landscape_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

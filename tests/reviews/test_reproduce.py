@@ -305,35 +305,6 @@ def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> 
     assert {name.partition(".")[0] for name in exhibits()} == set(titles())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["fedmr.tabel-1"], "did you mean 'fedmr.table-1'?"),
-        (["fedmrr", "--hour"], "unknown paper 'fedmrr': did you mean 'fedmr'?"),
-        (["--hour"], "--hour needs a paper, such as fedmr"),
-        (["fedumf.figure-1"], "fedumf.figure-1 is a drawing: nothing to run"),
-        (["fedumf.table-a2", "--rows", "FedAgv"], "did you mean 'FedAvg'?"),
-        (["fedumf.table-a2", "--columns", "MNITS"], "did you mean 'MNIST'?"),
-        (["fedumf.table-a2", "--data", "mnits=x"], "did you mean 'mnist'?"),
-        (["fedumf.table-a2", "--data", "mnist"], "is not NAME=FOLDER"),
-        (["fedumf.table-a2", "--seeds", "0,x"], "--seeds must be whole numbers"),
-        (["fedumf.table-a2", "--rounds", "0"], "rounds must be at least 1, not 0"),
-        (["fedumf.table-a2", "--workers", "0"], "workers must be at least 1"),
-        (["fedumf.table-a2", "rounds=3"], "rounds is not set here"),
-        (["fedumf.table-a2", "trianing.epochs=3"], "did you mean 'training'?"),
-        (["fedumf.table-a2", "--columns", "EMNIST-L IID 15%"], "--data emnist_l=FOLDER"),
-        (["fedala.table-1", "--rows", "s=5 p=1"], "tiny_imagenet"),
-    ],
-)
-def test_bad_arguments_are_refused_in_one_line(
-    reproduce: Say, arguments: list[str], message: str
-) -> None:
-    code, out, err = reproduce(*arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-
-
 # estimates and data
 # ----------------------------------------------------------------------------------------------------------
 

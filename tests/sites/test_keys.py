@@ -232,34 +232,6 @@ def test_a_certificate_that_has_run_out_is_named(
         make_keys(tmp_path, 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--sites", "0"], "sites must be at least 1, not 0"),
-        (["--sites", "2", "--days", "0"], "days must be between 1 and 3650, not 0"),
-        (["--sites", "2", "--host", "my host"], "host 'my host' must be a name such as"),
-        (["--sites", "2", "--host", "10.0.0.256"], "host '10.0.0.256' must be a name"),
-        (
-            ["--sites", "2", "--host", "https://fl.example.org"],
-            "host 'https://fl.example.org' must be a name",
-        ),
-        (
-            ["--sites", "2", "--host", "fl.example.org:8000"],
-            "host 'fl.example.org:8000' must be a name",
-        ),
-        ([], "the number of sites is missing: give --sites, such as --sites 3"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
-) -> None:
-    assert main(["flower", "keys", str(tmp_path / "keys"), *arguments]) == 2
-    captured = capsys.readouterr()
-    assert text in captured.err
-    assert captured.err.count("\n") == 1
-    assert not (tmp_path / "keys").exists()
-
-
 def test_the_command_says_what_goes_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

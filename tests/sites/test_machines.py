@@ -105,15 +105,6 @@ def test_the_script_of_the_server_registers_every_site(app: Path, tmp_path: Path
     assert registered == ["site-0.pub", "site-1.pub"]
 
 
-def test_a_bad_host_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["flower", "init", "my-app", "--host", "not a host"]) == 2
-    assert "host 'not a host' must be a name" in capsys.readouterr().err
-    assert not (tmp_path / "my-app").exists()
-
-
 @contextmanager
 def started(script: Path, environment: Mapping[str, str]) -> Iterator[Path]:
     """Run a script with its child processes; yield its log."""

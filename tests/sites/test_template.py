@@ -107,42 +107,6 @@ def test_files_that_are_there_are_not_written_over(tmp_path: Path) -> None:
     assert {name: (app / name).read_text() for name in written(app)} == original
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (
-            ["my_app"],
-            "folder 'my_app', the name of the app, must consist of letters, digits and hyphens",
-        ),
-        (["7-sites"], "begin with a letter"),
-        (["a" * 33], "at most 32 characters"),
-        (["app", "algoritm=fedavg"], "unknown key 'algoritm': did you mean 'algorithm'?"),
-        (["app", "algorithm=fedmrr"], "did you mean 'fedmr'?"),
-        (["app", "none.toml"], "cannot read none.toml"),
-        (
-            ["app", "job.toml"],
-            "no method to train: give algorithm=..., the file compares 'fedavg', "
-            "'fedmr(unit=tensor)'",
-        ),
-        (["app", "job.toml", "rounds"], "'rounds' is not key=value"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    text: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.toml").write_text(JOB)
-    assert main(["flower", "init", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert text in captured.err
-    assert captured.err.count("\n") == 1
-    assert written(tmp_path) == {"job.toml"}
-
-
 def test_the_data_function_reads_the_file_that_the_site_names(tmp_path: Path) -> None:
     write_app(tmp_path / "app")
     samples = np.random.default_rng(0).random((5, 64)).astype(np.float32)

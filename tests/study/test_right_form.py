@@ -11,35 +11,12 @@ from pathlib import Path
 import pytest
 
 import fedloom as fl
-from fedloom.cli import main
 from fedloom.common.errors import CheckpointError
 from fedloom.report.page import render, usual_sheet
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.finished_round import FinishedRound
 from fedloom.study.watch.live import Watched
 from small_task import small_task
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["record=none"], "record must be a list, not 'none': write record=[] for none"),
-        (["device=gpu"], "device 'gpu' is not allowed: did you mean 'cuda'?"),
-        (["algorithm=fedprox", "mu=0.1"], "write algorithm='fedprox(mu=0.1)'"),
-        (["algorithm=ala(fedprox)", "mu=0.1"], "write algorithm='ala(fedprox(mu=0.1))'"),
-        (["--rounds", "5"], "--rounds is a key of the configuration: write rounds=5"),
-        (["--evaluate-every=5"], "is a key of the configuration: write evaluate_every=5"),
-        (["--round", "5"], "(see fedloom run --help)"),
-    ],
-)
-def test_a_mistake_is_answered_with_the_right_form(
-    words: list[str], answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "job.toml").write_text('algorithm = "fedavg"\nrounds = 1\n')
-    assert main(["run", str(tmp_path / "job.toml"), *words]) == 2
-    error = capsys.readouterr().err
-    assert answer in error
-    assert error.count("\n") == 1
 
 
 @pytest.fixture

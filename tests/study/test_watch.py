@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from fedloom.cli import main
 from fedloom.common.errors import InvalidValue
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured
@@ -333,8 +332,6 @@ def test_the_command_serves_until_it_is_interrupted(
             assert process.wait(SECONDS) == 130
         finally:
             process.kill()
-    assert main(["watch", "nowhere"]) == 2
-    assert capsys.readouterr().err == "fedloom: nowhere does not exist: give a folder of runs\n"
 
 
 def test_readers_that_never_read_hold_a_bounded_number_of_pages(tmp_path: Path) -> None:

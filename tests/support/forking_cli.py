@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -40,6 +41,13 @@ def saying(capsys: pytest.CaptureFixture[str]) -> Say:
         return code, captured.out, captured.err
 
     return say
+
+
+def require_one_short_line(text: str) -> None:
+    """Assert that the text is one printable line and that long values are shortened."""
+    assert text.isprintable()
+    assert not re.search(r"(\S)\1{300}|(y ){150}", text)
+    assert len(text) < 2100
 
 
 OPERATIONS = "operations.txt"
