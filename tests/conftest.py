@@ -60,14 +60,14 @@ collect_ignore = (
         "sites/test_faults.py",
         "sites/test_secure_round.py",
         "sites/test_server_app.py",
-        "engines/test_places.py",
+        "sites/test_same_numbers.py",
     ]
 )
 
 # The longest files begin first. Otherwise one worker would end with them while the others wait.
 LONGEST = (
     "sites/test_real_sites.py",
-    "engines/test_places.py",
+    "engines/test_conformance.py",
     "engines/test_ray.py",
     "engines/test_ray_cluster.py",
     "study/test_ray_pool.py",
@@ -92,7 +92,7 @@ TOGETHER = {
     "report/test_browser.py": "report",
     "runs/test_resume.py": "resume",
     "engines/test_processes.py": "processes",
-    "engines/test_stacked_processes.py": "processes",
+    "engines/test_dispatch.py": "processes",
 }
 
 

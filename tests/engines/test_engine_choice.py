@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedloom.common.errors import FedloomError, UnknownName
 from fedloom.engines.choose import make_engine
+from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.stacked import StackedEngine
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.config_file import configuration
@@ -24,14 +24,58 @@ def test_engines_are_built_by_name() -> None:
     assert isinstance(engine, StackedEngine)
     assert engine.chunk == 3
     assert str(engine.chosen) == "stacked"
-    refused: tuple[tuple[str, dict[str, Any], str], ...] = (
-        ("stakced", {}, "did you mean .stacked."),
-        ("rows", {"chunk": 3}, "chunk"),
-        ("stacked", {"chunk": 0}, "at least 1"),
-    )
-    for name, options, words in refused:
-        with pytest.raises(FedloomError, match=words):
-            make_engine(name, task, **options)
+
+
+REFUSED = [
+    ("stakced", "did you mean 'stacked'"),
+    ("rya", "did you mean 'ray'"),
+    ("rows(chunk=3)", "rows has no parameter 'chunk'"),
+    ("stacked(chunk=0)", "chunk must be at least 1, not 0"),
+    ("processes(workers=0)", f"processes: workers must be between 1 and {MOST_WORKERS}, not 0"),
+    (
+        "processes(workers=100000)",
+        f"processes: workers must be between 1 and {MOST_WORKERS}, not 100000",
+    ),
+    (
+        "processes(threads=100000)",
+        f"processes: threads must be between 1 and {MOST_WORKERS}, not 100000.*",
+    ),
+    ("processes(threads=-1)", f"processes: threads must be between 1 and {MOST_WORKERS}, not -1"),
+    ("processes(workers=2.5)", "processes: workers must be a whole number, not 2.5"),
+    ("processes(workers=true)", "processes: workers must be a whole number, not true"),
+    ("processes(threads=all)", "processes: threads must be a whole number, not 'all'"),
+    (
+        "processes(chunk=4)",
+        "chunk = 4 is a number of models in a stack: set inside = stacked too",
+    ),
+    ("processes(inside=stacks)", "inside must be 'rows' or 'stacked', not 'stacks'"),
+    ("processes(inside=stacked, chunk=0)", "chunk must be at least 1, not 0"),
+    ("processes(memory_budget=-1)", "memory_budget must be at least 0, not -1"),
+    ("processes(worker=2)", "processes has no parameter 'worker': did you mean 'workers'"),
+    ("ray(worker=2)", "no parameter 'worker': did you mean 'workers'"),
+    ("ray(workers=two)", "workers must be a whole number, not 'two'"),
+    ("ray(workers=0)", "workers must be between 1 and 10000, not 0"),
+    ("ray(workers=9999)", f"workers must be at most {MOST_WORKERS} on this machine, not 9999"),
+    ("ray(workers=100000, address=auto)", "workers must be between 1 and 10000, not 100000"),
+    ("ray(cpus=0)", "cpus must be between 0.0001 and .*, not 0"),
+    ("ray(cpus=inf)", "cpus must be between .*, not inf"),
+    ("ray(gpus=-1)", "gpus must be at least 0 .*, not -1"),
+    ("ray(gpus=1.5)", "gpus must be 0, a share from 0.0001 to 1 or a whole number, not 1.5"),
+    ("ray(gpus=nan)", "gpus must be at least 0 .*, not nan"),
+    ("ray(memory_budget=-1)", "memory_budget must be at least 0, not -1"),
+    ("ray(inside=stakced)", "did you mean 'stacked'"),
+    ("ray(object_store=5)", "object_store must be at least"),
+    ("ray(workers=2", "cannot read"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), REFUSED)
+def test_options_that_do_not_fit_are_refused_in_one_line(text: str, reason: str) -> None:
+    if text.startswith("ray("):
+        pytest.importorskip("ray", reason="Ray is not installed")
+    with pytest.raises(FedloomError, match=reason) as caught:
+        make_engine(text, world())
+    assert "\n" not in str(caught.value)
 
 
 def test_a_configuration_names_its_engine(tmp_path: Path) -> None:

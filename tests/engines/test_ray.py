@@ -1,7 +1,7 @@
-"""The Ray engine gives the numbers of the rows engine after any failure.
+"""Clusters, transfers, options and the end of the actors of the Ray engine.
 
-It leaves no processes or files. Two actors on a local cluster serve all tests. test_places.py
-compares the methods with other engines.
+Two actors on a local cluster serve all tests. test_conformance.py compares results with other
+engines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,37 +23,21 @@ import numpy as np
 import pytest
 import torch
 
-from engine_support import (
-    CLIENTS,
-    TASK,
-    assert_errors_name_clients,
-    assert_same,
-    jobs,
-    run,
-    set_up,
-)
+from engine_support import CLIENTS, TASK, assert_same, jobs, run, set_up
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
 from fedloom.common.errors import FedloomError, InvalidValue, MissingExtra
-from fedloom.engines.choose import make_engine, read_engine, without_placement
-from fedloom.engines.client_work import ClientResult, WorkDone
-from fedloom.engines.dispatch import MOST_WORKERS
+from fedloom.engines.choose import read_engine, without_placement
 from fedloom.engines.pickling import dump, load
 from fedloom.engines.ray import driver, session
 from fedloom.engines.ray.actor import TrainingActor
-from fedloom.engines.ray.driver import ActorHandle, RayEngine
+from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
-from fedloom.rounds.engine import Answer
-from fedloom.rounds.federation import Federation
-from fedloom.rounds.schedule import Schedule
 from fedloom.study.run_process import EventBoard
 from fedloom.task import Task
 from fedloom.task.making import make_task
-from objective_support import KINDS, make
-from process_support import Deadly, Failing, Misconfigured, Peeking
-from ray_support import SCRIPT, Echoing, gone, gone_soon, stopped
-from small_task import KeepsClientMemory, small_task
+from ray_support import SCRIPT, gone, gone_soon, stopped
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -77,15 +60,7 @@ def digits() -> Task:
     )
 
 
-# --- equal numbers ---
-
-
-def test_statistics_dropout_and_new_clients_are_the_same_to_the_bit(engine: RayEngine) -> None:
-    options: dict[str, Any] = {"personal_every": 1, "new_clients": 0.34, "dropout": 0.2}
-    federation = run(KeepsClientMemory(), engine, **options)
-    assert "new_client_accuracy" in federation.history[-1]
-    assert any(record["faults"] for record in federation.history)
-    assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK), **options))
+# --- stacks ---
 
 
 def test_actors_may_stack_their_clients(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,86 +69,6 @@ def test_actors_may_stack_their_clients(engine: RayEngine, monkeypatch: pytest.M
     options: dict[str, Any] = {"task": digits(), "rounds": 2, "personal_every": 2}
     federation = run(build("scaffold"), engine, **options)
     assert_same(federation, run(build("scaffold"), RowsEngine(digits()), **options), tolerance=1e-5)
-
-
-def test_actors_fold_whole_blocks_to_the_same_bits(
-    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedloom.algorithm.records.MOST_SLOTS", 1)
-    received, listen = [], ActorHandle.receive
-
-    def noted(self: ActorHandle) -> Any:
-        received.append(listen(self))
-        return received[-1]
-
-    monkeypatch.setattr(ActorHandle, "receive", noted)
-    assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
-    done = [answer for answer in received if isinstance(answer, WorkDone)]
-    answers = [answer for answer in done if answer.folded is not None]
-    assert len(answers) == 3 * len(TASK.partition)
-    assert all(
-        not result.tensors
-        for answer in answers
-        for result in answer.results
-        if isinstance(result, ClientResult)
-    )
-
-
-def test_a_run_goes_on_from_its_checkpoint(engine: RayEngine, tmp_path: Path) -> None:
-    schedule = Schedule(rounds=4, participation=1.0, seed=3, evaluate_every=1)
-    halted = Federation(KeepsClientMemory(), TASK, engine, schedule, tmp_path)
-    halted.step()
-    halted.step()
-    halted.save()
-    resumed = Federation(KeepsClientMemory(), TASK, engine, schedule, tmp_path)
-    assert resumed.finished == 2
-    resumed.run()
-    assert_same(resumed, run(KeepsClientMemory(), RowsEngine(TASK), rounds=4))
-
-
-def test_tasks_of_other_types_give_the_numbers_of_the_rows_engine(engine: RayEngine) -> None:
-    small = small_task()
-    double = replace(
-        small,
-        model=small.model.double(),
-        train=replace(small.train, inputs=small.train.inputs.double()),
-    )
-    double = replace(double, test=replace(small.test, inputs=small.test.inputs.double()))
-    assert_same(
-        run(KeepsClientMemory(), engine, task=double),
-        run(KeepsClientMemory(), RowsEngine(double), task=double),
-    )
-    assert engine.store.read(0)["rounds"].dtype == torch.int64
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_objective_gives_the_bits_of_the_rows_engine(engine: RayEngine, kind: str) -> None:
-    task = make(kind, local_test=0.25)
-    options: dict[str, Any] = {"task": task, "rounds": 2, "personal_every": 1}
-    on_ray, on_rows = (
-        run(KeepsClientMemory(), chosen, **options) for chosen in (engine, RowsEngine(task))
-    )
-    assert_same(on_ray, on_rows)
-    measure = task.objective.metric.name
-    assert {measure, f"client_{measure}", f"personal_{measure}_worst"} <= on_ray.history[-1].keys()
-
-
-def test_replies_may_be_written_to_even_where_they_are_what_was_sent(engine: RayEngine) -> None:
-    algorithm = set_up(engine, Echoing())
-    replies = [
-        answer for answer in engine.train(algorithm, *jobs(engine)) if isinstance(answer, Answer)
-    ]
-    assert len(replies) == CLIENTS
-    models = [reply.tensors["model"].clone() for reply in replies]
-    for reply in replies:
-        reply.tensors["model"].zero_()
-    repeated = {
-        reply.job.client: reply
-        for reply in engine.train(algorithm, *jobs(engine))
-        if isinstance(reply, Answer)
-    }
-    for reply, model in zip(replies, models, strict=True):
-        assert torch.equal(repeated[reply.job.client].tensors["model"], model)
 
 
 # --- transfers ---
@@ -274,97 +169,7 @@ def test_actors_that_no_node_has_room_for_are_not_waited_for(
     starved.close()
 
 
-@pytest.mark.minutes
-def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(
-    engine: RayEngine, tmp_path: Path
-) -> None:
-    list(engine.train(set_up(engine, FedAvg()), *jobs(engine)))
-    processes = set(engine.processes)
-    federation = run(Deadly(victim=2, times=1, directory=str(tmp_path)), engine)
-    (died,) = ({int(mark.name)} for mark in tmp_path.iterdir())
-    assert died < processes
-    assert not died & set(engine.processes)
-    assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK)))
-
-
-def test_an_actor_killed_between_two_rounds_is_replaced(engine: RayEngine) -> None:
-    federation = Federation(KeepsClientMemory(), TASK, engine, Schedule(3, 1.0, 3, 1))
-    federation.step()
-    killed = engine.processes[0]
-    os.kill(killed, signal.SIGKILL)
-    federation.run()
-    assert killed not in engine.processes
-    assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK)))
-
-
-@pytest.mark.minutes
-def test_a_client_that_keeps_killing_its_actor_fails_and_the_others_do_not(
-    engine: RayEngine, tmp_path: Path
-) -> None:
-    federation = run(Deadly(victim=2, times=3, directory=str(tmp_path)), engine, rounds=1)
-    (fault,) = federation.history[0]["faults"]
-    assert fault["client"] == 2
-    assert fault["reason"].startswith("its Ray actor died 3 times (")
-    assert "\n" not in fault["reason"]
-    assert [client for client in range(CLIENTS) if engine.store.read(client)] == [0, 1, 3, 4, 5]
-
-
-def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine: RayEngine) -> None:
-    federation = run(Failing(), engine)
-    assert {fault["client"] for fault in federation.history[0]["faults"]} == {0, 1, 2, 3}
-    assert_same(federation, run(Failing(), RowsEngine(TASK)))
-
-
-def test_errors_name_the_clients_and_the_round(engine: RayEngine) -> None:
-    assert_errors_name_clients(engine)
-
-
-def test_a_wrong_setting_ends_the_round_and_leaves_the_engine_usable(engine: RayEngine) -> None:
-    with pytest.raises(InvalidValue, match="mu must be at least 0, not -1"):
-        run(Misconfigured(), engine)
-    assert_same(run(FedAvg(), engine), run(FedAvg(), RowsEngine(TASK)))
-
-
-def test_the_servers_state_does_not_reach_clients(engine: RayEngine) -> None:
-    with pytest.raises(AttributeError, match="state"):
-        run(Peeking(), engine, rounds=1)
-
-
-def test_a_round_left_early_disturbs_nothing(engine: RayEngine) -> None:
-    results = engine.train(set_up(engine, KeepsClientMemory()), *jobs(engine))
-    assert isinstance(next(results), Answer)
-    results.close()  # type: ignore[attr-defined]
-    assert not any(handle.group for handle in engine._handles)
-    assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
-
-
 # --- user settings ---
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("rya", "did you mean 'ray'"),
-        ("ray(worker=2)", "no parameter 'worker': did you mean 'workers'"),
-        ("ray(workers=two)", "workers must be a whole number, not 'two'"),
-        ("ray(workers=0)", "workers must be between 1 and 10000, not 0"),
-        ("ray(workers=9999)", f"workers must be at most {MOST_WORKERS} on this machine, not 9999"),
-        ("ray(workers=100000, address=auto)", "workers must be between 1 and 10000, not 100000"),
-        ("ray(cpus=0)", "cpus must be between 0.0001 and .*, not 0"),
-        ("ray(cpus=inf)", "cpus must be between .*, not inf"),
-        ("ray(gpus=-1)", "gpus must be at least 0 .*, not -1"),
-        ("ray(gpus=1.5)", "gpus must be 0, a share from 0.0001 to 1 or a whole number, not 1.5"),
-        ("ray(gpus=nan)", "gpus must be at least 0 .*, not nan"),
-        ("ray(memory_budget=-1)", "memory_budget must be at least 0, not -1"),
-        ("ray(inside=stakced)", "did you mean 'stacked'"),
-        ("ray(object_store=5)", "object_store must be at least"),
-        ("ray(workers=2", "cannot read"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_in_one_line(text: str, reason: str) -> None:
-    with pytest.raises(FedloomError, match=reason) as caught:
-        make_engine(text, TASK)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -405,16 +210,6 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"engine 'ray' needs 'ray': pip install -e '.\[ray\]'"):
         RayEngine(TASK)
-
-
-def test_what_cannot_travel_is_refused_in_one_line(engine: RayEngine) -> None:
-    method = FedAvg()
-    method.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(
-        InvalidValue, match="engine 'ray' cannot send this to its workers: "
-    ) as caught:
-        run(method, engine)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_address_and_a_number_of_actors_do_not_make_another_run() -> None:

@@ -1,6 +1,6 @@
-"""The stacked engine gives the numbers of the rows engine.
+"""The stacked engine gives the numbers of the rows engine with every setting of training.
 
-This holds with every method and every setting of training.
+test_conformance.py compares every method.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithm import Facts
-from fedloom.algorithm.records import Message
-from fedloom.algorithms.fedavg import FedAvg
 from fedloom.common.optimizers import OptimizerName
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
@@ -27,7 +24,6 @@ from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import linear_layers
 from fedloom.flat.module import Batch, Shortcuts, data_loss, head_loss
 from fedloom.flat.stacked_module import StackedModule
-from fedloom.local.cohort import Cohort
 from fedloom.local.optimizer import _Optimizer
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
@@ -35,14 +31,8 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from fedloom.task.making import make_task
 from naive import World
-from small_task import other_notices, small_task
-from stacked_support import METHODS, SIZES, TRAINING, assert_same, federated, perceptron, world
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_gives_the_numbers_of_rows(method: str) -> None:
-    task = world()
-    assert_same(federated(RowsEngine, task, method), federated(StackedEngine, task, method))
+from small_task import other_notices
+from stacked_support import SIZES, TRAINING, assert_same, federated, perceptron, world
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -97,19 +87,6 @@ def test_every_optimiser_gives_the_numbers_of_rows(
     assert not split
 
 
-@pytest.mark.parametrize("engine", [RowsEngine, StackedEngine])
-@pytest.mark.parametrize("method", ["fedavg", "moon", "fedrep", "fedgen"])
-def test_training_leaves_the_tasks_model_as_it_was(engine: type[RowsEngine], method: str) -> None:
-    """The engine uses the tensors of the task's model until it binds its own modules to rows."""
-    task = world()
-    original = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
-    run = federated(engine, task, method, rounds=2)
-    assert not torch.equal(run.model(), task.initial)
-    for name, tensor in task.model.state_dict().items():
-        assert torch.equal(tensor, original[name]), name
-    assert all(parameter.requires_grad for parameter in task.model.parameters())
-
-
 # --- layers that draw, statistics, images ---
 
 
@@ -126,23 +103,6 @@ class Drawing(nn.Module):
         x = F.dropout(torch.relu(self.drop(self.lower(x))), 0.3, self.training)
         logits: Tensor = self.head(x.flatten(1))
         return logits
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "fedsam"])
-def test_dropout_draws_each_clients_own_masks(method: str) -> None:
-    """Statistics, counts of batches and personal scores are equal too, in single precision."""
-    task = small_task()
-    schedule = Schedule(rounds=3, participation=0.8, seed=2, evaluate_every=1, personal_every=1)
-    runs = [
-        Federation(build(method), task, engine(task), schedule)
-        for engine in (RowsEngine, StackedEngine)
-    ]
-    random_state = torch.get_rng_state()
-    for run in runs:
-        run.run()
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert_same(*runs, tolerance=1e-5)
-    assert "personal_accuracy" in runs[0].history[-1]
 
 
 def image_task(module: nn.Module, **changes: Any) -> Task:
@@ -230,57 +190,6 @@ def test_a_model_that_cannot_be_stacked_trains_client_by_client(
         f"{engine.proof.unstackable}"
     )
     assert torch.equal(runs[0].model(), runs[1].model())
-
-
-class OneByOne(FedAvg):
-    facts = Facts(stackable=False)
-
-    def train(self, cohort: Cohort, inbox: Message) -> Message:
-        assert len(cohort.clients) == 1
-        return super().train(cohort, inbox)
-
-
-class Failing(FedAvg):
-    """Client 2 fails, client 4 uploads values that are not finite."""
-
-    def train(self, cohort: Cohort, inbox: Message) -> Message:
-        if 2 in cohort.clients:
-            raise OSError("the disk is full")
-        message = super().train(cohort, inbox)
-        message["model"][torch.tensor(cohort.clients) == 4] = torch.nan
-        cohort.memory["seen"] = torch.ones(len(cohort.clients), 1)
-        return message
-
-
-def test_a_method_that_cannot_be_stacked_says_so() -> None:
-    task = world()
-    engine = StackedEngine(task)
-    Federation(OneByOne(), task, engine, Schedule(rounds=1, participation=1.0)).run()
-    assert engine.notices == ["onebyone: OneByOne trains one client at a time"]
-
-
-@pytest.mark.parametrize("chunk", [2, 6])
-def test_a_client_that_fails_harms_no_other(chunk: int) -> None:
-    task = world()
-    runs = [
-        Federation(Failing(), task, engine, Schedule(rounds=2, participation=1.0))
-        for engine in (RowsEngine(task), StackedEngine(task, chunk=chunk))
-    ]
-    for run in runs:
-        run.run()
-    assert sorted(fault["client"] for fault in runs[1].history[0]["faults"]) == [2, 4]
-    assert runs[1].history[0]["faults"] == runs[0].history[0]["faults"]
-    assert runs[0].engine.memory().keys() == runs[1].engine.memory().keys()
-    torch.testing.assert_close(runs[1].model(), runs[0].model(), rtol=1e-8, atol=1e-8)
-    notice = "failing: clients that fail in lock step train one by one: OSError: the disk is full"
-    notices = [other_notices(timing.get("notices", [])) for timing in runs[1].timings]
-    (first, *clients), later = notices
-    assert first == notice
-    assert [text.split(": ")[0] for text in clients] == [
-        "round 1 continues without a reply of client 2",
-        "round 1 continues without a reply of client 4",
-    ]
-    assert later == []
 
 
 def test_a_stack_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:

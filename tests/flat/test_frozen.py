@@ -1,7 +1,7 @@
 """Frozen parameters are not in rows: they are not sent, are stored once, and identify a run and its
 model.
 
-engines/test_places.py compares other engines with the rows engine for a model with a frozen layer.
+engines/test_conformance.py compares other engines with the rows engine for a model with a frozen layer.
 """
 
 from __future__ import annotations

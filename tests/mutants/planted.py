@@ -165,4 +165,81 @@ MUTANTS = (
             "rounds/test_divergence.py",
         ),
     ),
+    # --- engines: each fault is noticed by a claim of the conformance suite ---
+    Mutant(
+        "a client that fails in another process loses its error",
+        "engines/dispatch.py",
+        "yield Fault(job, result.reason, result.error)",
+        "yield Fault(job, result.reason)",
+        ("engines/test_conformance.py", "-k", "everybody_fails and processes"),
+    ),
+    Mutant(
+        "workers do not receive the memory of clients",
+        "engines/client_work.py",
+        "            if client.memory:\n",
+        "            if not client.memory:\n",
+        ("engines/test_conformance.py", "-k", "lost_replies and processes"),
+    ),
+    Mutant(
+        "clients in a stack draw the same dropout",
+        "engines/stacked.py",
+        '[round.stream("layers", client) for client in drawing]',
+        '[round.stream("layers", clients[0]) for client in drawing]',
+        ("engines/test_conformance.py", "-k", "lost_replies and stacked and not processes"),
+    ),
+    Mutant(
+        "a client fails at the first death of its worker",
+        "engines/dispatch.py",
+        "self._deaths[id(jobs[0])] >= ATTEMPTS",
+        "self._deaths[id(jobs[0])] >= 1",
+        ("engines/test_conformance.py", "-k", "dies and processes"),
+    ),
+    Mutant(
+        "answers of a round that was left reach the next one",
+        "engines/dispatch.py",
+        "        finally:\n            self._ignore_answers()",
+        "        finally:\n            pass",
+        ("engines/test_conformance.py", "-k", "left_early and processes"),
+    ),
+    Mutant(
+        "the end of a round is missing in workers",
+        "engines/dispatch.py",
+        "assignment = Assignment(pipeline, round, expected, _shared_tensors(jobs))",
+        "assignment = Assignment(\n"
+        "            pipeline, replace(round, closes=None), expected, _shared_tensors(jobs)\n"
+        "        )",
+        ("engines/test_conformance.py", "-k", "every_field and processes"),
+    ),
+    Mutant(
+        "FedSAM measures the gradients of a stack together",
+        "algorithms/sharpness.py",
+        "vectors.norm(dim=1, keepdim=True)",
+        "vectors.norm()",
+        ("engines/test_conformance.py", "-k", "every_method and fedsam and processes"),
+    ),
+    Mutant(
+        "a failure in a stack fails all its clients",
+        "engines/rows.py",
+        "            if len(jobs) > 1:\n                raise\n",
+        "            if len(jobs) > 1:\n"
+        "                return [Fault(job, str(error), error) for job in jobs]\n",
+        ("engines/test_conformance.py", "-k", "harm_no_other and stacked and not processes"),
+    ),
+    Mutant(
+        "replies of a later round overwrite earlier ones",
+        "engines/rows.py",
+        "tensors = {name: rows[row] for name, rows in message.items()}",
+        "tensors = {\n"
+        '                name: self.__dict__.setdefault(f"kept {name} {row}", rows[row]).copy_(rows[row])\n'
+        "                for name, rows in message.items()\n"
+        "            }",
+        ("engines/test_conformance.py", "-k", "replies_stay and rows"),
+    ),
+    Mutant(
+        "the server's state is sent to workers",
+        "engines/pickling.py",
+        'if name != "state"',
+        'if name != "status"',
+        ("engines/test_conformance.py", "-k", "servers_state and processes"),
+    ),
 )

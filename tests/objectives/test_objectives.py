@@ -23,10 +23,6 @@ import fedloom as fl
 from fedloom.common.errors import FedloomError, InvalidValue
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
-from fedloom.engines.base import LocalEngine
-from fedloom.engines.processes.parent import ProcessesEngine
-from fedloom.engines.rows import RowsEngine
-from fedloom.engines.stacked import StackedEngine
 from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, objectives, prediction
 from fedloom.objectives.classification import CLASSIFICATION, Classification
@@ -36,12 +32,9 @@ from fedloom.objectives.metrics import figures as figures_of
 from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
 from fedloom.objectives.sequence import NextToken, Segmentation
-from fedloom.parts.building import build
 from fedloom.report.cells import best_cells
 from fedloom.report.sheet import Sheet
 from fedloom.report.summary import best, rounds_to
-from fedloom.rounds.federation import Federation
-from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured
@@ -51,7 +44,7 @@ from fedloom.study.pools import SerialPool
 from fedloom.study.search import Search, best_of
 from fedloom.study.stored_runs import read_runs
 from fedloom.study.trials import run_trials
-from objective_support import KINDS, absolute, draw, make
+from objective_support import KINDS, absolute, draw, make, median_error
 
 # --- plain loops over samples and numbers ---
 
@@ -237,33 +230,6 @@ def test_weighted_and_smoothed_classes_are_those_of_pytorch() -> None:
         logits, samples.labels, torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1
     )
     assert torch.allclose(objective.loss(logits, samples.labels), expected)
-
-
-@pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize("kind", KINDS)
-def test_engines_agree(
-    kind: str, worker_processes: ProcessesEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = make(kind, metrics=[median_error] if kind == "huber" else [])
-
-    def run(engine: LocalEngine) -> Federation:
-        schedule = Schedule(rounds=2, participation=1.0, evaluate_every=1)
-        federation = Federation(build("fedprox(mu=0.1)"), task, engine, schedule)
-        federation.run()
-        return federation
-
-    def agree(federation: Federation) -> None:
-        assert torch.allclose(federation.model(), rows.model(), atol=1e-5)
-        assert federation.notices == []
-        for name in (task.objective.metric.name, *(metric.name for metric in task.dataset.metrics)):
-            assert federation.history[-1][name] == pytest.approx(rows.history[-1][name], rel=1e-4)
-
-    rows = run(RowsEngine(task))
-    agree(run(StackedEngine(task)))
-    if kind != "custom":  # workers cannot import this file
-        agree(run(worker_processes))
-        monkeypatch.setattr(worker_processes, "inside", "stacked")
-        agree(run(worker_processes))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -543,11 +509,6 @@ def test_a_configuration_names_the_objective(tmp_path: Path) -> None:
 # --- metrics in addition to the objective's ---
 
 
-def median_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A user metric that is not additive over samples."""
-    return (outputs[:, 0] - targets[:, 0]).abs().median()
-
-
 def test_metrics_by_name_are_those_of_scikit_learn_on_the_test_set_and_client_by_client() -> None:
     from sklearn.metrics import f1_score, roc_auc_score
 
@@ -586,7 +547,7 @@ def test_metrics_by_name_are_those_of_scikit_learn_on_the_test_set_and_client_by
 
 
 def test_a_metric_may_be_a_users_function() -> None:
-    task = make("squared", metrics=[f"{__name__}:median_error"], local_test=0.25)
+    task = make("squared", metrics=["objective_support:median_error"], local_test=0.25)
     runs = [
         fl.run("fedavg", task, rounds=1, participation=1.0, engine=engine, personal_every=1)
         for engine in ("rows", "stacked")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from engine_support import CLIENTS, NAMES, TASK, assert_errors_name_clients, named_task, run
+from engine_support import CLIENTS, NAMES, TASK, named_task, run
 from fedloom.common.errors import InvalidValue, RefusedReply, UnknownName
 from fedloom.common.round import Round
 from fedloom.engines.rows import RowsEngine
@@ -46,11 +46,6 @@ class Particular(nn.Module):
             raise ValueError("an input\nis too large")
         logits: Tensor = self.out(inputs)
         return logits
-
-
-@pytest.mark.parametrize("kind", [RowsEngine, StackedEngine])
-def test_errors_name_the_clients_and_the_round(kind: type[RowsEngine]) -> None:
-    assert_errors_name_clients(kind(TASK))
 
 
 def test_an_error_in_lock_step_names_the_clients_of_the_stack() -> None:

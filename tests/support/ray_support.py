@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,12 +161,6 @@ def gone_soon(processes: Iterable[int], seconds: float = 5.0) -> bool:
         if time.process_time() - began > seconds:
             return False
     return True
-
-
-def counted(history: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return the participants, bytes and faults of each round."""
-    names = ("round", "clients", "bytes_down", "bytes_up", "faults")
-    return [{name: record[name] for name in names} for record in history]
 
 
 def _stat(process: int) -> list[str] | None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
+import engine_support
 from every_method import EVERYBODY, PRIVATE, WRAPPERS
 from fedloom.algorithm import algorithms
 from fedloom.common.training import Training
@@ -69,32 +69,8 @@ def assert_same(
     expected: Federation, actual: Federation, tolerance: float = 1e-8, notices: Sequence[str] = ()
 ) -> None:
     """Assert equal state, memory, figures and bytes; engines may issue only these notices."""
-    engine = actual.engine
-    assert engine.notices == list(notices)
-    pairs = (
-        (expected.server_state(), actual.server_state()),
-        (expected.engine.memory(), engine.memory()),
-    )
-    for tensors, stacked in pairs:
-        assert stacked.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert stacked[name].dtype == tensor.dtype, name
-            torch.testing.assert_close(
-                stacked[name],
-                tensor,
-                rtol=tolerance,
-                atol=tolerance,
-                equal_nan=True,
-                msg=f"{name} differs",
-            )
-    assert torch.equal(expected.integers, actual.integers)
-    for expected_record, record in zip(expected.history, actual.history, strict=True):
-        assert expected_record.keys() == record.keys()
-        for name in ("clients", "faults", "bytes_up", "bytes_down"):
-            assert expected_record[name] == record[name]
-        for name, figure in expected_record.items():
-            if isinstance(figure, float):
-                assert record[name] == pytest.approx(figure, rel=1e-5, abs=1e-6), name
+    assert actual.engine.notices == list(notices)
+    engine_support.assert_same(actual, expected, tolerance)
 
 
 def world(norm: bool = True, **changes: Any) -> Task:
