@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 FIGURE = "application/vnd.plotly.v1+json"
 
 
@@ -21,6 +22,10 @@ SHORTER = {
     "rounds=30": "rounds=8",
     '"rounds": 40': '"rounds": 10',
     "seeds=range(6)": "seeds=range(4)",
+    '"rounds": 20': '"rounds": 2',
+    "[0.03, 0.1, 0.3, 1.0, 3.0]": "[0.03, 0.3]",
+    "trials=5": "trials=2",
+    "samples=2000": "samples=400",
 }
 """Arguments in the notebooks, and smaller values that give the same kinds of output."""
 
@@ -77,13 +82,19 @@ def test_a_figure_survives_the_conversion_of_its_notebook_to_html(
     assert values.tolist() == ACCURACIES
 
 
-@pytest.mark.parametrize("name", ["own_method", "comparison"])
+@pytest.mark.parametrize(
+    "name",
+    ["own_method", "comparison", pytest.param("tuned_mnist", marks=pytest.mark.minutes)],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_notebook_runs_and_shows_what_it_shows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype")
+    if name == "tuned_mnist" and not (SHARED / "MNIST").is_dir():
+        pytest.skip("MNIST is not in ../shared/data")
+    monkeypatch.setenv("FEDLOOM_DATA", str(SHARED))
     stored = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
     for cell in notebook.cells:
@@ -115,6 +126,23 @@ def test_a_notebook_runs_and_shows_what_it_shows(
         )
         == 1
     )
+
+
+def test_the_tuned_methods_of_the_notebook_had_one_budget() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    cells = nbformat.read(NOTEBOOKS / "tuned_mnist.ipynb", 4).cells
+    (choices,) = [cell for cell in cells if "method_settings" in cell.source]
+    table = choices.outputs[0]["data"]["text/html"]
+    heads = re.findall(r"<th>([^<]*)</th>", table.partition("</thead>")[0])
+    rows = [re.findall(r"<td>([^<]*)</td>", row) for row in table.split("<tr>")[1:]]
+    chosen = [dict(zip(heads[1:], row, strict=True)) for row in rows if row]
+    assert len(chosen) == 5
+    assert {row["Trials"] for row in chosen} == {"5"}
+    rates = [float(row["learning_rate"]) for row in chosen]
+    assert set(rates) <= {0.03, 0.1, 0.3, 1.0}, "no method chose the highest rate"
+    edge = sum(rate == 0.03 for rate in rates)
+    assert edge == 3
+    assert any("Three methods chose the lowest rate, 0.03" in cell.source for cell in cells)
 
 
 def test_the_findings_of_the_notebook_are_its_two_mistakes() -> None:
