@@ -314,9 +314,8 @@ def _privacy(pipeline: Pipeline) -> None:
             )
         for other in pipeline.parts:
             if reveals := getattr(other, "reveals", ""):
-                raise InvalidValue(
-                    f"{name_of(other)}: clients would upload {reveals} without the privacy of {part}"
-                )
+                reason = f"clients would upload {reveals} without the privacy of {part}"
+                raise InvalidValue(f"{name_of(other)}: {reason}")
 
 
 def _release_is_outermost(pipeline: Pipeline) -> None:
