@@ -5,7 +5,7 @@ Their gradients are matrix products, which include the update of SGD.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -34,6 +34,11 @@ class LinearLayer:
     weight: TensorSlice
     bias: TensorSlice | None
     rectified: bool
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the weight and the bias."""
+        return [entry.name for entry in (self.weight, self.bias) if entry is not None]
 
 
 def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
@@ -78,9 +83,7 @@ def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
             )
         else:
             return []
-    used = [
-        entry.name for layer in layers for entry in (layer.weight, layer.bias) if entry is not None
-    ]
+    used = [name for layer in layers for name in layer.names]
     complete = (
         sorted(used) == sorted(slices) and layout.trainable == layout.size and not layout.integers
     )

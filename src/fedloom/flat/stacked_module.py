@@ -98,13 +98,13 @@ class StackedModule(FlatModule):
     def _by_layers(self, rows: Tensor, batch: Batch, loss_fn: LossFn, into: Tensor) -> Tensor:
         """Return the loss `[k]`, and write the gradient of trained parameters `into [k, T]`."""
         layers = self._layers_of(loss_fn)
-        trained = set(self._trained_slices)
-        needed = [
-            index for index, layer in enumerate(layers) if trained & {layer.weight, layer.bias}
-        ]
+        trained = {entry.name for entry in self._trained_slices}
+        needed = (
+            index for index, layer in enumerate(layers) if not trained.isdisjoint(layer.names)
+        )
 
         def write(entry: TensorSlice, delta: Tensor, x: Tensor) -> None:
-            if entry in trained:
+            if entry.name in trained:
                 matrix(into, entry).baddbmm_(delta.mT, x, beta=0)
 
         return backward(layers, rows, batch, write, min(needed, default=len(layers)))
