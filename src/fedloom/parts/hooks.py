@@ -83,6 +83,8 @@ class Part(Method):
     """Remedy at the end of the error for an algorithm that does not meet `requires`."""
     requires: ClassVar[Any] = ()
     """Names of `REQUIREMENTS` that the algorithm and the parts inside must meet."""
+    reveals: ClassVar[str] = ""
+    """Uploads that describe the samples without noise, which private parts refuse."""
 
     def setup(self, plan: Plan, inner: Inner) -> None:
         """Check and store the plan, and create the initial state. The parts inside are set up

@@ -313,8 +313,8 @@ def _privacy(pipeline: Pipeline) -> None:
                 f"{name_of(poll)}: clients would return losses without the privacy of {part}"
             )
         for other in pipeline.parts:
-            if reveals := getattr(other, "reveals", ""):
-                reason = f"clients would upload {reveals} without the privacy of {part}"
+            if other.reveals:
+                reason = f"clients would upload {other.reveals} without the privacy of {part}"
                 raise InvalidValue(f"{name_of(other)}: {reason}")
 
 
