@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,18 @@ def shortened(text: str) -> str:
     """
     start = printable(text[:LONGEST_QUOTED])
     return start if len(text) <= LONGEST_QUOTED else f"{start}... ({len(text):,} characters)"
+
+
+def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Return the first texts of a list, and the number of the others, as in `a, b and 3 more`.
+
+    Args:
+        texts: The texts.
+        most: Number of texts that are written. More are counted.
+        separator: Text between two of them.
+    """
+    more = f"{separator.strip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
 
 
 def first_line(error: BaseException) -> str:

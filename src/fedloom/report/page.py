@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fedloom.common.errors import InvalidValue
+from fedloom.common.errors import InvalidValue, listed
 from fedloom.report.cells import score_cell, target_text
 from fedloom.report.clients import client_table
 from fedloom.report.conclusions import conclusions
@@ -265,7 +265,7 @@ def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
             methods = [method for method, spread in rounds.items() if spread.mean == fewest.mean]
             number = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
             title = with_signs(f"Fewest rounds to {target_text(metric, target)}")
-            tiles.append((title, number, _listed(methods, 2) if len(rows) > 1 else ""))
+            tiles.append((title, number, listed(methods, 2) if len(rows) > 1 else ""))
     return tiles + _cost_tiles(runs)
 
 
@@ -319,7 +319,7 @@ def _unfinished(runs: Sequence[RunSummary]) -> str:
         "The figures below are of the rounds they have; a mean curve ends where its "
         "shortest run ends."
     )
-    return f"Not all runs have all their rounds: {_listed(short, 8)}. {warning}" if short else ""
+    return f"Not all runs have all their rounds: {listed(short, 8)}. {warning}" if short else ""
 
 
 def _compared(runs: Sequence[RunSummary], sheet: Sheet) -> str:
@@ -344,7 +344,7 @@ def _notices(runs: Sequence[RunSummary]) -> list[str]:
                     f"seed {run.seed} in round {timing['round']}"
                 )
     notices = [
-        f"{method} ({_listed(numbers, 6)}): {text}" for (method, text), numbers in rounds.items()
+        f"{method} ({listed(numbers, 6)}): {text}" for (method, text), numbers in rounds.items()
     ]
     private = [
         run.algorithm
@@ -373,7 +373,7 @@ def _faults(runs: Sequence[RunSummary]) -> dict[str, Any]:
             for client, times in Counter(clients).most_common()
         ]
         span = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
-        lines.append((*cause, str(len(cases)), _listed(names, 6), span))
+        lines.append((*cause, str(len(cases)), listed(names, 6), span))
     return {"lines": lines, "unlisted": len(frequent[FAULTS:])}
 
 
@@ -384,12 +384,7 @@ def _facts(tables: Sequence[Mapping[str, Any]], without: set[str]) -> dict[str, 
         for key, value in dotted(table).items():
             if key not in without and value is not None:
                 values.setdefault(key, {})[_text(value)] = None
-    return {key: _listed(list(texts), 5, "; ") for key, texts in values.items()}
-
-
-def _listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
-    remainder = f"{separator.strip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
-    return separator.join(texts[:most]) + remainder
+    return {key: listed(list(texts), 5, "; ") for key, texts in values.items()}
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fedloom.common.errors import FedloomError, located, quoted, shortened
+from fedloom.common.errors import FedloomError, listed, located, quoted, shortened
 from fedloom.common.round import Round
 from fedloom.rounds.engine import Fault
 from fedloom.rounds.replies import RoundReplies
@@ -35,12 +35,11 @@ class ClientLabels:
     def of(self, clients: Sequence[int]) -> str:
         """Return `client 'berlin'`, or `clients 3, 7, 8 and 12 more`."""
         names = self._task.client_names
-        listed = [
+        texts = [
             str(self._numbers[client]) if names is None else quoted(names[client])
-            for client in clients[:LISTED]
+            for client in clients
         ]
-        more = f" and {len(clients) - LISTED} more" if len(clients) > LISTED else ""
-        return f"client{'s' if len(clients) > 1 else ''} {', '.join(listed)}{more}"
+        return f"client{'s' if len(clients) > 1 else ''} {listed(texts, LISTED)}"
 
     def highest_loss(self, answers: RoundReplies) -> str:
         """Return the client with the highest training loss as the end of a sentence, or ""."""
@@ -112,15 +111,15 @@ def fault_notices(round: Round, faults: Sequence[Fault], labels: ClientLabels) -
     Returns:
         The notices by reason.
     """
-    by_reason: dict[str, list[Fault]] = {}
+    by_reason: dict[str, tuple[Exception, list[int]]] = {}
     for fault in faults:
         if fault.error is not None:
-            by_reason.setdefault(fault.reason, []).append(fault)
+            _, clients = by_reason.setdefault(fault.reason, (fault.error, []))
+            clients.append(fault.job.client)
     notices = {}
-    for reason, alike in by_reason.items():
-        clients = labels.of([fault.job.client for fault in alike])
-        error = alike[0].error
-        text = shortened(" ".join(reason.split()))
-        text = text if error is None else located(error, text)
-        notices[reason] = f"round {round.number} continues without a reply of {clients}: {text}"
+    for reason, (error, clients) in by_reason.items():
+        text = located(error, shortened(" ".join(reason.split())))
+        notices[reason] = (
+            f"round {round.number} continues without a reply of {labels.of(clients)}: {text}"
+        )
     return notices

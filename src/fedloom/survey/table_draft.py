@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fedloom.common.errors import DataError, InvalidValue, quoted, shortened, suggestion
+from fedloom.common.errors import DataError, InvalidValue, listed, quoted, shortened, suggestion
 from fedloom.common.expression import Call
 from fedloom.data.columns import CLIENT, SMALLEST
 from fedloom.data.formats.arrow_columns import categories, holds_dates, is_text
@@ -161,7 +161,7 @@ def _add_classes(draft: TableDraft, cells: Any) -> None:
     counts = np.bincount(index, minlength=len(texts))
     order = np.argsort(-counts, kind="stable").tolist()
     shares = [f"{texts[k]} {counts[k] / counts.sum():.1%}" for k in order]
-    draft.notes.append(f"classes: {_cut(shares)}")
+    draft.notes.append(f"classes: {listed(shares, _LISTED)}")
     if counts.min() < counts.sum() / 10:
         draft.notes.append(
             "the rarest class has few rows: judge models by `fedloom evaluate` (auc, f1), not by "
@@ -179,11 +179,11 @@ def _add_inputs(draft: TableDraft, table: Any) -> None:
         draft.options["dates"] = "ordinal"
         draft.notes.append(f"dates become numbers of days: {', '.join(dates)}")
     empty = {name: table.column(name).null_count for name in inputs}
-    listed = ", ".join(f"{name} {count}" for name, count in empty.items() if count)
-    if listed:
+    counts = ", ".join(f"{name} {count}" for name, count in empty.items() if count)
+    if counts:
         draft.options.setdefault("missing", "mean")
         filled = "are left out" if draft.options["missing"] == "drop" else "get the mean"
-        draft.notes.append(f"empty cells {filled}: {listed}")
+        draft.notes.append(f"empty cells {filled}: {counts}")
     draft.notes += [f"left out: {name}, which {why}" for name, why in draft.exclude.items()]
 
 
@@ -196,13 +196,7 @@ def _add_clients(draft: TableDraft, table: Any) -> None:
     counts = np.bincount(index, minlength=len(texts)).tolist()
     rows = [f"{text} {count}" for text, count in sorted(zip(texts, counts, strict=True))]
     source = "one file each" if draft.group == CLIENT else f"by {draft.group}"
-    draft.notes.append(f"{len(texts)} clients, {source}, with their rows: {_cut(rows)}")
-
-
-def _cut(entries: Sequence[str]) -> str:
-    """Return the first entries in one line, and the number of the others."""
-    more = f" and {len(entries) - _LISTED} more" if len(entries) > _LISTED else ""
-    return ", ".join(entries[:_LISTED]) + more
+    draft.notes.append(f"{len(texts)} clients, {source}, with their rows: {listed(rows, _LISTED)}")
 
 
 def _written(path: str, name: str, draft: TableDraft) -> str:
