@@ -188,9 +188,10 @@ def loop(features: int, width: int, batch: int, steps: int, turns: int) -> dict[
         trained = []
         for client in range(0, clients, k):
             rows, cohort = task.initial.repeat(k, 1), slice(client, client + k)
+            step = folded(rows, None)
             for start in range(0, samples, batch):
                 window = slice(start, start + batch)
-                folded(rows, None, Batch(inputs[cohort, window], labels[cohort, window], start))
+                step(Batch(inputs[cohort, window], labels[cohort, window], start))
             trained.append(rows)
         results[f"k={k}"] = torch.cat(trained)
 

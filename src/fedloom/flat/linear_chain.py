@@ -3,7 +3,7 @@
 Their gradients are matrix products, which include the update of SGD.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -90,57 +90,76 @@ def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
     return layers if complete else []
 
 
+def views(layers: Sequence[LinearLayer], rows: Tensor) -> dict[str, Tensor]:
+    """Return views of the weights and biases of k models by name.
+
+    Args:
+        layers: The chain.
+        rows: The models, `[k, P]`.
+
+    Returns:
+        Weights `[k, out, in]` and biases `[k, 1, out]`.
+    """
+    tensors: dict[str, Tensor] = {}
+    for layer in layers:
+        tensors[layer.weight.name] = matrix(rows, layer.weight)
+        if layer.bias is not None:
+            tensors[layer.bias.name] = matrix(rows, layer.bias).mT
+    return tensors
+
+
 @torch.no_grad()
 def backward(
     layers: Sequence[LinearLayer],
-    rows: Tensor,
+    weights: Mapping[str, Tensor],
     batch: Batch,
-    use: Callable[[TensorSlice, Tensor, Tensor], None],
+    use: Callable[[TensorSlice, Tensor, Tensor | None], None],
     lowest: int = 0,
 ) -> Tensor:
     """Compute the mean cross entropy of k models and its gradients, from the last layer down.
 
     Args:
         layers: The chain.
-        rows: The models, `[k, P]`.
+        weights: Weights and biases of the models by name, as `views` returns them.
         batch: Samples, `[k, b, ...]`, with their `share` of the mean.
-        use: Called as `use(entry, d, x)` for each weight and bias W `[k, out, in]` (a bias has one
-            column). The gradient of W is d'x, with the input x `[k, b, in]` of the layer and the
-            gradient d `[k, b, out]` of its output. The function may change W.
+        use: Called as `use(entry, d, x)` for each weight and bias. The gradient of a weight
+            `[k, out, in]` is d'x, with the input x `[k, b, in]` of the layer and the gradient d
+            `[k, b, out]` of its output. For a bias, x is None and the gradient is the sum of d over
+            the samples. The function may change the weight or bias.
         lowest: Number of the lowest layer that needs a gradient.
 
     Returns:
         The loss of each model, `[k]`.
     """
-    bias_input = torch.ones_like(batch.labels, dtype=rows.dtype).unsqueeze(2)
-    values = _forward(layers, rows, batch.inputs)
+    values = _forward(layers, weights, batch.inputs)
     log_probabilities = values[-1].log_softmax(2)
     labels = batch.labels.unsqueeze(2)
-    share = 1 / labels.shape[1] if batch.share is None else batch.share.unsqueeze(2).to(rows)
-    loss = -(log_probabilities.gather(2, labels) * share).sum((1, 2))
-    delta = log_probabilities.exp_().scatter_add_(2, labels, -bias_input).mul_(share)
+    share = 1 / labels.shape[1] if batch.share is None else batch.share.unsqueeze(2).to(values[-1])
+    picked = log_probabilities.gather(2, labels)
+    loss = -(picked * share).sum((1, 2))
+    ones = torch.ones_like(picked)
+    delta = log_probabilities.exp_().scatter_add_(2, labels, -ones).mul_(share)
     for index in reversed(range(lowest, len(layers))):
         layer = layers[index]
-        inputs = values[index]
         if layer.rectified:
             delta = torch.ops.aten.threshold_backward(delta, values[index + 1], 0)
-        below = torch.bmm(delta, matrix(rows, layer.weight)) if index > lowest else delta
-        use(layer.weight, delta, inputs)
+        below = torch.bmm(delta, weights[layer.weight.name]) if index > lowest else delta
+        use(layer.weight, delta, values[index])
         if layer.bias is not None:
-            use(layer.bias, delta, bias_input)
+            use(layer.bias, delta, None)
         delta = below
     return loss
 
 
-def _forward(layers: Sequence[LinearLayer], rows: Tensor, inputs: Tensor) -> list[Tensor]:
+def _forward(
+    layers: Sequence[LinearLayer], weights: Mapping[str, Tensor], inputs: Tensor
+) -> list[Tensor]:
     """Return the input of each layer, `[k, b, in]`, and the logits."""
     values = [inputs.reshape(*inputs.shape[:2], -1)]
     for layer in layers:
-        weight = matrix(rows, layer.weight).mT
-        if layer.bias is None:
-            out = torch.bmm(values[-1], weight)
-        else:
-            out = torch.baddbmm(matrix(rows, layer.bias).mT, values[-1], weight)
+        factors = values[-1], weights[layer.weight.name].mT
+        bias = None if layer.bias is None else weights[layer.bias.name]
+        out = torch.bmm(*factors) if bias is None else torch.baddbmm(bias, *factors)
         values.append(out.relu_() if layer.rectified else out)
     return values
 
@@ -156,6 +175,28 @@ def matrix(rows: Tensor, entry: TensorSlice) -> Tensor:
         `[k, out, in]` for a weight, `[k, out, 1]` for a bias.
     """
     return rows[:, entry.slice].view(len(rows), entry.shape[0], -1)
+
+
+def add_gradient(
+    target: Tensor, delta: Tensor, x: Tensor | None, *, beta: float = 1.0, alpha: float = 1.0
+) -> None:
+    """Set target <- beta target + alpha gradient.
+
+    Args:
+        target: Weight `[k, out, in]` or bias `[k, 1, out]`. With beta = 0 its values are not read.
+        delta: Gradient of the layer's output, `[k, b, out]`.
+        x: Input of the layer, `[k, b, in]`, or None for a bias.
+        beta: Factor of the present values.
+        alpha: Factor of the gradient.
+    """
+    if x is not None:
+        target.baddbmm_(delta.mT, x, beta=beta, alpha=alpha)
+        return
+    if beta == 0:
+        target.zero_()
+    elif beta != 1:
+        target.mul_(beta)
+    target.add_(delta.sum(1, keepdim=True), alpha=alpha)
 
 
 class FoldedSGD:
@@ -188,37 +229,42 @@ class FoldedSGD:
             settings.optimizer == "sgd" and plain and not any(settings.optimizer_options.values())
         )
 
-    def __call__(self, rows: Tensor, velocity: Tensor | None, batch: Batch) -> Tensor:
-        """Update the models.
+    def __call__(self, rows: Tensor, velocity: Tensor | None) -> Callable[[Batch], Tensor]:
+        """Return the step of some models.
 
         Args:
-            rows: The models, `[k, P]`. Changed in place.
-            velocity: Velocity, `[k, T]`, or None without momentum. Changed in place.
-            batch: Samples, `[k, b, ...]`.
+            rows: The models, `[k, P]`. A step changes them in place.
+            velocity: Velocity, `[k, T]`, or None without momentum. Likewise.
 
         Returns:
-            The loss before the step, `[k]`.
+            (batch with samples `[k, b, ...]`) -> loss before the step, `[k]`.
         """
-        return backward(
-            self.layers, rows, batch, partial(self._move, rows, velocity, batch.step == 0)
-        )
+        weights = views(self.layers, rows)
+        momenta = None if velocity is None else views(self.layers, velocity)
+
+        def step(batch: Batch) -> Tensor:
+            move = partial(self._move, weights, momenta, batch.step == 0)
+            return backward(self.layers, weights, batch, move)
+
+        return step
 
     def _move(
         self,
-        rows: Tensor,
-        velocity: Tensor | None,
+        weights: Mapping[str, Tensor],
+        momenta: Mapping[str, Tensor] | None,
         starts: bool,
         entry: TensorSlice,
         delta: Tensor,
-        x: Tensor,
+        x: Tensor | None,
     ) -> None:
-        """Set W <- W - eta (delta' x + decay W), with the velocity if there is momentum."""
-        weight = matrix(rows, entry)
-        if velocity is None:
-            weight.baddbmm_(delta.mT, x, beta=1 - self.rate * self.decay, alpha=-self.rate)
+        """Set W <- W - eta (gradient + decay W), with the velocity if there is momentum."""
+        weight = weights[entry.name]
+        if momenta is None:
+            beta = 1 - self.rate * self.decay
+            add_gradient(weight, delta, x, beta=beta, alpha=-self.rate)
             return
-        momentum = matrix(velocity, entry)
-        momentum.baddbmm_(delta.mT, x, beta=0 if starts else self.momentum)
+        momentum = momenta[entry.name]
+        add_gradient(momentum, delta, x, beta=0 if starts else self.momentum)
         if self.decay:
             momentum.add_(weight, alpha=self.decay)
         weight.add_(momentum, alpha=-self.rate)

@@ -141,8 +141,8 @@ Context = Mapping[str, Tensor]
 LossFn = Callable[[Net, Batch, Context], Tensor]
 """Loss of one client: (model, batch, the client's rows of the context) -> scalar."""
 
-FoldedStep = Callable[[Tensor, Tensor | None, Batch], Tensor]
-"""(rows `[k, P]`, velocity `[k, T]` or None, batch) -> loss `[k]`.
+FoldedStep = Callable[[Tensor, Tensor | None], Callable[[Batch], Tensor]]
+"""(rows `[k, P]`, velocity `[k, T]` or None) -> their step: (batch) -> loss `[k]`.
 
 It includes forward pass, backward pass and update.
 """

@@ -10,7 +10,14 @@ from torch.func import vmap
 from fedloom.common.device import moved
 from fedloom.common.training import Training
 from fedloom.flat.layout import TensorSlice
-from fedloom.flat.linear_chain import FoldedSGD, LinearLayer, backward, linear_layers, matrix
+from fedloom.flat.linear_chain import (
+    FoldedSGD,
+    LinearLayer,
+    add_gradient,
+    backward,
+    linear_layers,
+    views,
+)
 from fedloom.flat.module import (
     Batch,
     Context,
@@ -22,6 +29,7 @@ from fedloom.flat.module import (
     head_loss,
     piece,
 )
+from fedloom.flat.population import empty_rows
 from fedloom.flat.vmap_modes import client_dropout, stacked_autocast
 from fedloom.models.structure import head_name
 
@@ -56,7 +64,7 @@ class StackedModule(FlatModule):
         self._streams = streams
         self._counts = self.layout.flatten_integers(self.module).repeat(clients, 1)
         if len(self._gradient) < clients:
-            self._gradient = self._gradient.new_zeros(clients, self.layout.trainable)
+            self._gradient = empty_rows(clients, self.layout.trainable, self._gradient).zero_()
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
         all_train = len(self._trained_slices) == len(self._slices)
@@ -103,11 +111,14 @@ class StackedModule(FlatModule):
             index for index, layer in enumerate(layers) if not trained.isdisjoint(layer.names)
         )
 
-        def write(entry: TensorSlice, delta: Tensor, x: Tensor) -> None:
-            if entry.name in trained:
-                matrix(into, entry).baddbmm_(delta.mT, x, beta=0)
+        gradients = views(layers, into)
 
-        return backward(layers, rows, batch, write, min(needed, default=len(layers)))
+        def write(entry: TensorSlice, delta: Tensor, x: Tensor | None) -> None:
+            if entry.name in trained:
+                add_gradient(gradients[entry.name], delta, x, beta=0)
+
+        lowest = min(needed, default=len(layers))
+        return backward(layers, views(layers, rows), batch, write, lowest)
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context

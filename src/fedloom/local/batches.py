@@ -135,17 +135,11 @@ class _ClientPlan:
             if self.sizes[batch] == self.sizes[batch + 1]:
                 self.until[batch] = self.until[batch + 1]
 
-    def pad(self, size: int) -> None:
-        """Pad every batch to `size` with samples that have no weight."""
-        sizes = torch.tensor(self.sizes)
-        shift = torch.arange(len(sizes)) * size - (sizes.cumsum(0) - sizes)
-        positions = torch.arange(len(self.index)) + shift.repeat_interleave(sizes)
-        index = self.index.new_zeros(size * len(sizes))
-        self.share = torch.zeros(len(index), dtype=torch.float64)
-        self.share[positions] = sizes.double().reciprocal().repeat_interleave(sizes)
-        index[positions] = self.index
+    def set_padded(self, index: Tensor, share: Tensor, size: int) -> None:
+        """Replace the order by one whose batches all have `size` samples."""
         self.index = index
-        self.sizes = [size] * len(sizes)
+        self.share = share
+        self.sizes = [size] * len(self.sizes)
         self._find_starts()
 
     def to_device(self) -> None:
@@ -209,13 +203,23 @@ def lock_steps(
 
 
 def _pad_all(plans: Sequence[_ClientPlan]) -> None:
-    """Pad all batches to the size of the largest, unless this more than doubles the samples."""
+    """Pad all batches to the size of the largest, unless this more than doubles the samples.
+
+    Padding repeats a sample, with a share of 0.
+    """
     largest = max((size for plan in plans for size in plan.sizes), default=0)
-    steps = sum(len(plan.sizes) for plan in plans)
+    counts = [len(plan.sizes) * largest for plan in plans]
     real = sum(len(plan.index) for plan in plans)
-    if real < steps * largest <= 2 * real and all(plan.drawn is None for plan in plans):
-        for plan in plans:
-            plan.pad(largest)
+    if not real < sum(counts) <= 2 * real or any(plan.drawn is not None for plan in plans):
+        return
+    sizes = torch.tensor([size for plan in plans for size in plan.sizes]).unsqueeze(1)
+    given = torch.arange(largest) < sizes  # [batches, largest]
+    order = torch.cat([plan.index for plan in plans])
+    index = order.new_zeros(given.shape).masked_scatter_(given, order).flatten()
+    share = (given / sizes.double()).flatten()
+    parts = zip(plans, index.split(counts), share.split(counts), strict=True)
+    for plan, plan_index, plan_share in parts:
+        plan.set_padded(plan_index, plan_share, largest)
 
 
 def _rows(members: list[int], count: int) -> Rows | None:

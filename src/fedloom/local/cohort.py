@@ -20,6 +20,7 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss, head_loss
 from fedloom.flat.module import Context as Context
+from fedloom.flat.population import empty_rows
 from fedloom.local.batches import ClientLoader, LockStep, lock_steps
 from fedloom.local.changed_loss import ChangedLoss, LossChange
 from fedloom.local.optimizer import Correction as Correction
@@ -426,11 +427,11 @@ class Cohort:
             else passes.count(self.sizes)
         )
         rates = StepRates(rate, settings.local_schedule, totals)
-        weights = start.clone()
+        weights = empty_rows(len(start), start.shape[1], like=start).copy_(start)
         state = dict(state or {})
         tensors = {"weights": weights, **state}
         if settings.optimizer == "sgd" and settings.momentum:
-            tensors["velocity"] = torch.empty_like(weights[:, : self.layout.trainable])
+            tensors["velocity"] = empty_rows(len(start), self.layout.trainable, like=start)
         steps: GroupLosses = []
         self.flat_module.train_only(only)
         try:

@@ -1,7 +1,6 @@
 """Updates of weights by SGD and other optimizers of torch, for one client or several."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +132,7 @@ class LocalOptimizer:
         velocity = state.get("velocity")
         step: Callable[[Batch], Tensor]
         if self.folded is not None:
-            step = partial(self.folded, rows, velocity)
+            step = self.folded(rows, velocity)
         else:
             moved = self._moved(rows)
             members = group.members
