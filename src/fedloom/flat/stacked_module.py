@@ -62,7 +62,7 @@ class StackedModule(FlatModule):
                 random numbers.
         """
         self._streams = streams
-        self._counts = self.layout.flatten_integers(self.module).repeat(clients, 1)
+        self._counts = self.layout.flatten_integers(self.module).expand(clients, -1).clone()
         if len(self._gradient) < clients:
             self._gradient = empty_rows(clients, self.layout.trainable, self._gradient).zero_()
 
