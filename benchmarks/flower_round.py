@@ -1,12 +1,13 @@
-"""Measure a round over Flower with and without a worker at each site, with Flower's own
-intervals.
+"""Measure a round over Flower beside an app of Flower that does nothing, in one run.
 
-A SuperLink and three SuperNodes run as processes on this machine. They train the example of
-`fedloom flower init` (the digits, one message per site and round), first without workers, then with
-workers. Seconds are per round, without the first round. Processor seconds are per message to a
-site. They cover all processes of a site over the whole run, including polling.
+A SuperLink and three SuperNodes run as processes on this machine, with the polling interval of the
+start scripts. They train the example of `fedloom flower init` (the digits, one message per site and
+round) with and without workers, by a method and by `secure`, and a table. The empty app sends
+messages without content. `seconds` are per round, a median without the first one. `over` is their
+ratio to the empty app: what fedloom adds to Flower. `processor_s` are processor seconds per message
+to a site, of all its processes, including polling.
 
-    python benchmarks/flower_round.py [--rounds 5] [--method fedmr]
+    python benchmarks/flower_round.py [--rounds 8] [--cases empty,fedmr]
 """
 
 from __future__ import annotations
@@ -17,14 +18,77 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import superlink_support
-from site_trial import Trial
+from outcome import tell
+from site_trial import Trial, owner_settings
 
 SITES = 3
+PATIENCE = 900
+POLLING = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05"}
+
+PROJECT = """
+[project]
+name = "empty"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "local"
+
+[tool.flwr.app.components]
+serverapp = "empty.server:app"
+clientapp = "empty.client:app"
+
+[tool.flwr.app.config]
+rounds = 0
+output = ""
+"""
+
+CLIENT = """
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    return Message(RecordDict(), reply_to=message)
+"""
+
+SERVER = """
+import json, time
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    seconds = []
+    for number in range(context.run_config["rounds"]):
+        began = time.monotonic()
+        nodes = list(grid.get_node_ids())
+        messages = [Message(RecordDict(), node, MessageType.TRAIN) for node in nodes]
+        assert len(list(grid.send_and_receive(messages))) == len(nodes)
+        seconds.append(time.monotonic() - began)
+    with open(context.run_config["output"], "w") as file:
+        json.dump(seconds, file)
+"""
+
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    # name: (method, minutes of a worker, changes of the configuration)
+    "fedmr": ("fedmr", 5, ()),
+    "fedmr without workers": ("fedmr", 0, ()),
+    "secure": ("secure(fedmr)", 5, ()),
+    "table": ("fedavg", 5, ("data.name=breast_cancer",)),
+}
 
 
 def used(deployment: superlink_support.Deployment) -> float:
@@ -37,40 +101,71 @@ def used(deployment: superlink_support.Deployment) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measured(minutes: int, method: str, rounds: int) -> tuple[float, float]:
-    """Return the median seconds per round, and the sites' processor seconds per message."""
+Run = Callable[[superlink_support.Deployment, int], list[float]]
+"""(deployment, rounds) -> seconds of each round."""
+
+
+def empty(deployment: superlink_support.Deployment, rounds: int) -> list[float]:
+    """Run the app that does nothing."""
+    folder = deployment.folder / "app"
+    (folder / "empty").mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(PROJECT)
+    for name, text in (("__init__", ""), ("client", CLIENT), ("server", SERVER)):
+        (folder / "empty" / f"{name}.py").write_text(text)
+    output = deployment.folder / "seconds.json"
+    run = deployment.run(folder, rounds=rounds, output=str(output))
+    status = deployment.wait_for_run(run, PATIENCE, sign=output)
+    assert status.startswith("finished:completed"), deployment.logs()
+    seconds: list[float] = json.loads(output.read_text())
+    return seconds
+
+
+def trained(name: str) -> Run:
+    """Return the run of a case of fedloom."""
+    method, _, changes = CASES[name]
+
+    def run(deployment: superlink_support.Deployment, rounds: int) -> list[float]:
+        trial = Trial(deployment, "round", method, rounds, *changes)
+        trial.wait(trial.start())
+        lines = (trial.output / "timings.jsonl").read_text().splitlines()
+        return [json.loads(line)["seconds"] for line in lines]
+
+    return run
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Return one line of the table."""
+    run = empty if name == "empty" else trained(name)
+    minutes = CASES[name][1] if name in CASES else 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
 
         def settings(site: int) -> dict[str, str | int]:
-            return {"memory": str(path / f"memory-{site}"), "worker-minutes": minutes}
+            return owner_settings(path, site) | {"worker-minutes": minutes}
 
         with superlink_support.deployed(path, SITES, settings, hurried=False) as deployment:
-            trial, used_before = Trial(deployment, "round", method, rounds), used(deployment)
-            run = trial.start()
-            trial.wait_for_round(rounds)
-            spent = used(deployment) - used_before
-            trial.wait(run)
-            lines = (trial.output / "timings.jsonl").read_text().splitlines()
-    seconds = [json.loads(line)["seconds"] for line in lines]
-    return statistics.median(seconds[1:]), spent / SITES / rounds
+            before = used(deployment)
+            seconds = run(deployment, rounds)
+            spent = used(deployment) - before
+    row: dict[str, Any] = {"app": name, "seconds": statistics.median(seconds[1:])}
+    row["processor_s"] = spent / SITES / rounds
+    print(*row.values(), flush=True)
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--method", default="fedmr")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--cases", default=",".join(["empty", *CASES]))
     arguments = parser.parse_args()
-    results = {minutes: measured(minutes, arguments.method, arguments.rounds) for minutes in (0, 5)}
-    print("| worker | seconds a round | processor seconds a message |\n|---|---|---|")
-    for minutes, (seconds, spent) in results.items():
-        print(f"| {'with' if minutes else 'without'} | {seconds:.1f} | {spent:.2f} |")
-    print(
-        f"\nratio: {results[0][0] / results[5][0]:.2f} in seconds, "
-        f"{results[0][1] / results[5][1]:.2f} in processor seconds"
-    )
+    os.environ.update(POLLING)
+    rows = [measure(name, arguments.rounds) for name in arguments.cases.split(",")]
+    floor = next((row["seconds"] for row in rows if row["app"] == "empty"), None)
+    for row in rows:
+        row["over"] = None if floor is None else row["seconds"] / floor
+    tell("a round at three sites over a round of an empty app", rows)
 
 
 if __name__ == "__main__":
