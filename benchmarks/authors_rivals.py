@@ -21,7 +21,7 @@ Four details:
 - MIFA's learning rate decays by 0.9 in both, instead of 1 / (t + 1).
 - FedStale: the server's step is compared, with client updates of plain SGD.
 
-Not compared: FedLESAM and FedSWA, whose public code differs from the paper; FedVARP, FedLaAvg,
+Not compared: FedLESAM, FedSWA and FedLaAvg, whose public code differs from the paper; FedVARP,
 CA2FL and FedMuon in the form of Takezawa et al., without code of the authors.
 """
 
