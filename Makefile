@@ -1,5 +1,5 @@
 # make setup: a virtual environment and the install;  make demo: the main job and its report;  make docs: site/index.html;
-# make quick: a cross-section of the tests in a minute;  make test: all tests but those that take minutes;
+# make quick: a cross-section of the tests in a few minutes;  make test: all tests but those that take minutes;
 # make chaos MINUTES=60: these, then kills (SuperNodes and Ray too), damaged files, mutated inputs, malicious sites, and every method inside every part;
 # make mutants: plants faults one by one, each of which some test must notice; minutes each;
 # make dist: a wheel and an sdist in dist/

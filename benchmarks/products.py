@@ -80,9 +80,9 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 def products_of(task: Task) -> list[Call]:
-    """Return the products of one step on a batch of the first client."""
+    """Return the products of one step on a batch of the largest client."""
     module = copy.deepcopy(task.model).train()
-    samples = task.samples(0)
+    samples = task.samples(int(task.partition.sizes.argmax()))
     count = min(len(samples), task.training.batch_size or len(samples))
     inputs = task.dataset.prepare(samples[:count].inputs)
     recorded = Recorded()

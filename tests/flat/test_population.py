@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedloom.flat.population import (
+    CACHE_LINE,
+    empty_rows,
     mean_cosine_similarity,
     recombine_,
     squared_distances,
@@ -192,3 +194,14 @@ def test_distances_of_near_models_do_not_cancel() -> None:
     rows = torch.full((2, 1000), 1000.0)
     rows[1, 0] += 0.5
     assert float(squared_distances(rows)[0, 1]) == 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 16, 17, 1000])
+def test_rows_begin_at_lines_of_the_caches(size: int, dtype: torch.dtype) -> None:
+    rows = empty_rows(5, size, torch.zeros(1, dtype=dtype))
+    assert rows.shape == (5, size)
+    assert rows.dtype == dtype
+    assert [row.data_ptr() % CACHE_LINE for row in rows] == [0] * 5
+    rows.copy_(torch.arange(5 * size).view(5, size) % 7)
+    assert rows.flatten().tolist() == [value % 7 for value in range(5 * size)]
