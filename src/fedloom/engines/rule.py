@@ -26,7 +26,7 @@ the estimate was correct within a factor of 2.5.
 """
 
 STACK_STEP_SECONDS = 3e-5
-STACK_MULTIPLY_ADDS = 4.5e10
+STACK_MULTIPLY_ADDS = 1e11
 """The same cost for a client's step in a stack of linear layers."""
 
 SPLIT_SECONDS = 0.04
