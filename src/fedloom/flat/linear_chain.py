@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fedloom.common.rates import CONSTANT
 from fedloom.common.training import Training
 from fedloom.flat.layout import Layout, TensorSlice
-from fedloom.flat.module import Batch
+from fedloom.flat.module import Batch, piece
 from fedloom.models.structure import copied
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -102,9 +102,9 @@ def views(layers: Sequence[LinearLayer], rows: Tensor) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for layer in layers:
-        tensors[layer.weight.name] = matrix(rows, layer.weight)
+        tensors[layer.weight.name] = piece(rows, layer.weight)
         if layer.bias is not None:
-            tensors[layer.bias.name] = matrix(rows, layer.bias).mT
+            tensors[layer.bias.name] = piece(rows, layer.bias).unsqueeze(1)
     return tensors
 
 
@@ -164,21 +164,8 @@ def _forward(
     return values
 
 
-def matrix(rows: Tensor, entry: TensorSlice) -> Tensor:
-    """Return a view of one tensor in all rows.
-
-    Args:
-        rows: The models, `[k, P]`.
-        entry: Position of a weight or a bias.
-
-    Returns:
-        `[k, out, in]` for a weight, `[k, out, 1]` for a bias.
-    """
-    return rows[:, entry.slice].view(len(rows), entry.shape[0], -1)
-
-
 def add_gradient(
-    target: Tensor, delta: Tensor, x: Tensor | None, *, beta: float = 1.0, alpha: float = 1.0
+    target: Tensor, delta: Tensor, x: Tensor | None, *, beta: float, alpha: float = 1.0
 ) -> None:
     """Set target <- beta target + alpha gradient.
 
@@ -230,11 +217,11 @@ class FoldedSGD:
         )
 
     def __call__(self, rows: Tensor, velocity: Tensor | None) -> Callable[[Batch], Tensor]:
-        """Return the step of some models.
+        """Return the function that trains some models on a batch.
 
         Args:
-            rows: The models, `[k, P]`. A step changes them in place.
-            velocity: Velocity, `[k, T]`, or None without momentum. Likewise.
+            rows: The models, `[k, P]`. The function changes them in place.
+            velocity: Velocity, `[k, T]`, which it changes too, or None without momentum.
 
         Returns:
             (batch with samples `[k, b, ...]`) -> loss before the step, `[k]`.

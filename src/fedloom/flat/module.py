@@ -142,9 +142,9 @@ LossFn = Callable[[Net, Batch, Context], Tensor]
 """Loss of one client: (model, batch, the client's rows of the context) -> scalar."""
 
 FoldedStep = Callable[[Tensor, Tensor | None], Callable[[Batch], Tensor]]
-"""(rows `[k, P]`, velocity `[k, T]` or None) -> their step: (batch) -> loss `[k]`.
+"""(rows `[k, P]`, velocity `[k, T]` or None) -> step, and step(batch) -> loss `[k]`.
 
-It includes forward pass, backward pass and update.
+A step consists of forward pass, backward pass and update of the rows.
 """
 
 
