@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 import superlink_support
 from outcome import tell
-from site_trial import Trial, owner_settings
+from site_trial import PATIENCE, Trial, owner_settings
 
 SITES = 3
-PATIENCE = 900
 POLLING = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05"}
 
 PROJECT = """
@@ -101,12 +100,8 @@ def used(deployment: superlink_support.Deployment) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-Run = Callable[[superlink_support.Deployment, int], list[float]]
-"""(deployment, rounds) -> seconds of each round."""
-
-
 def empty(deployment: superlink_support.Deployment, rounds: int) -> list[float]:
-    """Run the app that does nothing."""
+    """Run the app that does nothing, and return the seconds of each round."""
     folder = deployment.folder / "app"
     (folder / "empty").mkdir(parents=True)
     (folder / "pyproject.toml").write_text(PROJECT)
@@ -120,23 +115,18 @@ def empty(deployment: superlink_support.Deployment, rounds: int) -> list[float]:
     return seconds
 
 
-def trained(name: str) -> Run:
-    """Return the run of a case of fedloom."""
+def trained(name: str, deployment: superlink_support.Deployment, rounds: int) -> list[float]:
+    """Train a case of fedloom, and return the seconds of each round."""
     method, _, changes = CASES[name]
-
-    def run(deployment: superlink_support.Deployment, rounds: int) -> list[float]:
-        trial = Trial(deployment, "round", method, rounds, *changes)
-        trial.wait(trial.start())
-        lines = (trial.output / "timings.jsonl").read_text().splitlines()
-        return [json.loads(line)["seconds"] for line in lines]
-
-    return run
+    trial = Trial(deployment, "round", method, rounds, *changes)
+    trial.wait(trial.start())
+    lines = (trial.output / "timings.jsonl").read_text().splitlines()
+    return [json.loads(line)["seconds"] for line in lines]
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
     """Return one line of the table."""
-    run = empty if name == "empty" else trained(name)
-    minutes = CASES[name][1] if name in CASES else 0
+    run, minutes = (empty, 0) if name == "empty" else (partial(trained, name), CASES[name][1])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
 

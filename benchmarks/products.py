@@ -32,10 +32,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fedloom.algorithm.method import components
 from fedloom.common.device import keep_pages
 from fedloom.engines.choose import make_engine
-from fedloom.engines.stacked import default_chunk, unstackable_method
+from fedloom.engines.stacked import default_chunk
 from fedloom.engines.work import mean_steps
 from fedloom.flat.module import FlatModule
 from fedloom.parts.building import build
@@ -43,7 +42,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from outcome import tell
-from rule import WORKLOADS
+from rule import WORKLOADS, engines_of
 
 aten = torch.ops.aten
 MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default}
@@ -149,9 +148,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     task = make()
     schedule = Schedule(rounds + 1, participation, evaluate_every=rounds + 1)
     steps = mean_steps(task) * max(1, round(participation * task.clients))
-    names = ["rows"]
-    if unstackable_method(components(build(method))) is None:
-        names.append("stacked")
+    names = engines_of(method)
     engines = {engine: make_engine(engine, task, schedule) for engine in names}
     runs = {
         engine: Federation(build(method), task, made, schedule) for engine, made in engines.items()

@@ -114,6 +114,12 @@ WORKLOADS: dict[str, tuple[Callable[[], Task], str, float]] = {
 }
 
 
+def engines_of(method: str) -> list[str]:
+    """Return the engines without workers that train clients of a method."""
+    stacks = unstackable_method(components(build(method))) is None
+    return ["rows", "stacked"] if stacks else ["rows"]
+
+
 def measure(name: str, rounds: int) -> dict[str, Any]:
     """Return the seconds of a round in each engine, and the choice."""
     make, method, participation = WORKLOADS[name]
@@ -121,9 +127,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     schedule = Schedule(ROUNDS, participation, evaluate_every=ROUNDS)
     chosen = choice(task, schedule, False, build(method))[0].name
     workers = f"workers={most_workers(task, schedule)}"
-    names = {"rows": "rows_s"}
-    if unstackable_method(components(build(method))) is None:
-        names["stacked"] = "stacked_s"
+    names = {engine: f"{engine}_s" for engine in engines_of(method)}
     if torch.get_num_threads() > 1:
         names[f"processes({workers})"] = "processes_s"
         if "stacked" in names:

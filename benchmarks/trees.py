@@ -20,13 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from outcome import tell
+from rule import WORKLOADS, engines_of
 
 ENGINES = ("rows", "stacked")
-WORKLOADS = (
-    *("mlp", "demo", "logistic", "cnn", "resnet20", "lstm", "transformer", "lora"),
-    *("femnist_cnn", "2nn_1000", "table", "dp_sgd"),
-)
-
 WORKER = """
 import sys, time, torch, rule
 
@@ -86,7 +82,8 @@ class Tree:
 
 def measure(trees: tuple[Path, Path], workload: str, rounds: int, threads: int) -> dict[str, Any]:
     """Return one line of the table."""
-    engines = ["rows"] if workload == "dp_sgd" else list(ENGINES)
+    _, method, _ = WORKLOADS[workload]
+    engines = engines_of(method)
     old, new = [Tree(path, workload, threads, engines) for path in trees]
     row: dict[str, Any] = {"workload": workload, **dict.fromkeys(ENGINES)}
     fastest: list[tuple[float, float]] = []
